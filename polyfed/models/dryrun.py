@@ -1,0 +1,124 @@
+"""Try a network on two images and see what its layers do, without leaving a trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from polyfed.errors import InputError
+
+
+@dataclass
+class Call:
+    """What went into a layer and came out of it."""
+
+    name: str
+    layer: nn.Module
+    inputs: tuple[object, ...]
+    output: object
+
+
+@dataclass
+class Trace:
+    """What a dry run saw: the network's output, the layers in the order in which they finished, the watched calls."""
+
+    output: object = None
+    finished: list[str] = field(default_factory=list)
+    watched: list[Call] = field(default_factory=list)
+
+    def layers_after(self, name: str) -> list[str]:
+        """The layers that finished after the last call of the layer `name`, without those that contain it."""
+        position = len(self.finished) - 1 - self.finished[::-1].index(name)
+        return [later for later in self.finished[position + 1 :] if later and not name.startswith(f"{later}.")]
+
+
+def dry_run(
+    network: nn.Module, images: Tensor, name: str, watch: Callable[[str, nn.Module], bool] = lambda name, layer: False
+) -> Trace:
+    """Run a network on some images and keep the inputs and outputs of the layers that `watch` chooses."""
+    trace, entered = Trace(), list[str]()
+    hooks = []
+    for path, layer in network.named_modules():
+        hooks.append(layer.register_forward_pre_hook(partial(_enter, entered, path)))
+        hooks.append(layer.register_forward_hook(partial(_leave, trace, entered, path, watch(path, layer))))
+    try:
+        with undisturbed(network):
+            trace.output = network(images)
+    except Exception as error:
+        raise _failure(name, images, entered, error) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return trace
+
+
+@contextmanager
+def undisturbed(network: nn.Module) -> Iterator[None]:
+    """Evaluate a network inside the block and leave its buffers, its training flags and torch's generators alone."""
+    modules = list(network.modules())
+    training = [module.training for module in modules]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+        if not is_lazy(buffer)
+    ]
+    device = device_of(network)
+    network.eval()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            yield
+    finally:
+        for module, flag in zip(modules, training, strict=True):
+            module.training = flag
+        for module, name, buffer, before in buffers:
+            with torch.no_grad():
+                buffer.copy_(before)
+            setattr(module, name, buffer)  # a forward pass may have put another tensor in its place
+
+
+def example_images(network: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
+    """Two images of noise, always the same; zeros would hide a layer that acts on some values only, such as ReLU."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn((2, *input_shape), generator=generator, device="cpu")
+    kinds = (p.dtype for p in network.parameters() if p.is_floating_point())
+    return images.to(device=device_of(network), dtype=next(kinds, torch.float32))
+
+
+def device_of(network: nn.Module) -> torch.device:
+    """Where a network's parameters live."""
+    tensors = chain(network.parameters(), network.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def first_line(error: Exception) -> str:
+    """An error of another library as part of our sentence."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".: ")
+
+
+def _enter(entered: list[str], path: str, layer: nn.Module, inputs: Any) -> None:
+    entered.append(path)
+
+
+def _leave(
+    trace: Trace, entered: list[str], path: str, watched: bool, layer: nn.Module, inputs: Any, output: Any
+) -> None:
+    entered.pop()
+    trace.finished.append(path)
+    if watched:
+        trace.watched.append(Call(path, layer, inputs, output))
+
+
+def _failure(name: str, images: Tensor, entered: list[str], error: Exception) -> InputError:
+    where = f" in its layer '{entered[-1]}'" if entered and entered[-1] else ""
+    shape = tuple(images.shape[1:])
+    return InputError(f"{name} does not accept images of shape {shape}: it fails{where} with: {first_line(error)}.")

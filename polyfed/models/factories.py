@@ -1,0 +1,136 @@
+"""Networks that the user brings: a class, a function, a ready network, or the name of one in a module."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from polyfed.errors import InputError, PolyfedError
+from polyfed.models.dryrun import first_line
+from polyfed.models.features import Match
+from polyfed.models.split import SplitNetwork, split_network
+
+
+@dataclass(frozen=True)
+class FromFactory:
+    """Calls a class or function for a new network and splits it.
+
+    It is given whichever of these arguments its signature names: input_shape; in_channels or channels; classes,
+    num_classes or n_classes; features or feature_size.
+    """
+
+    factory: Callable[..., object]
+
+    def __call__(
+        self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
+    ) -> SplitNetwork:
+        arguments = _arguments(self.factory, name, input_shape, classes, features)
+        try:
+            network = self.factory(**arguments)
+        except PolyfedError:
+            raise
+        except Exception as error:
+            given = ", ".join(f"{key}={value}" for key, value in arguments.items())
+            raise InputError(f"{name}({given}) fails to build a network: {first_line(error)}.") from error
+        if not isinstance(network, nn.Module):
+            kind = type(network).__name__
+            raise InputError(
+                f"{name} must return a network (a torch.nn.Module), but it returns a value of type {kind}."
+            )
+        return split_network(network, input_shape, classes, features=features, match=match, name=name)
+
+
+@dataclass(frozen=True)
+class FromInstance:
+    """Copies a network that exists already, weights and all."""
+
+    network: nn.Module
+
+    def __call__(
+        self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
+    ) -> SplitNetwork:
+        return split_network(self.network, input_shape, classes, features=features, match=match, name=name)
+
+
+def factory_name(factory: Callable[..., object]) -> str:
+    """What to call a factory in tables and errors: its own name."""
+    if isinstance(factory, partial):
+        return factory_name(factory.func)
+    name = getattr(factory, "__name__", type(factory).__name__)
+    return "factory" if name == "<lambda>" else name
+
+
+def load_object(address: str) -> object:
+    """What "package.module:name" names; modules in the current directory are found too.
+
+    The directory stays on the import path, because a factory may import its neighbours only when it is called.
+    """
+    module_name, _, attribute = address.partition(":")
+    if not module_name or not attribute:
+        raise InputError(f"'{address}' does not name a network: write package.module:name.")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(f"module '{module_name}' of '{address}' can't be imported: {first_line(error)}.") from error
+    if not hasattr(module, attribute):
+        near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "name a class or function that it defines."
+        raise InputError(f"module '{module_name}' has no '{attribute}': {hint}")
+    found: object = getattr(module, attribute)
+    return found
+
+
+def _arguments(
+    factory: Callable[..., object], name: str, input_shape: tuple[int, ...], classes: int, features: int | None
+) -> dict[str, object]:
+    """The keyword arguments that a factory's signature asks for."""
+    offers: dict[tuple[str, ...], object] = {
+        ("input_shape",): input_shape,
+        ("in_channels", "channels"): input_shape[0] if input_shape else None,
+        ("classes", "num_classes", "n_classes"): classes,
+        ("features", "feature_size"): features,
+    }
+    parameters = _parameters(factory)
+    keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    arguments: dict[str, object] = {}
+    for names, value in offers.items():
+        accepted = [candidate for candidate in names if candidate in keywords]
+        # The first name only: beside in_channels, "channels" is likely to be the network's own width.
+        if accepted and value is not None:
+            arguments[accepted[0]] = value
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if takes_any and not keywords & {"classes", "num_classes", "n_classes"}:
+        arguments["num_classes"] = classes  # torchvision's builders hide it behind **kwargs
+    _check_complete(parameters, arguments, name)
+    return arguments
+
+
+def _parameters(factory: Callable[..., object]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # some callables of extension modules have no signature
+        return []
+
+
+def _check_complete(parameters: list[inspect.Parameter], arguments: dict[str, object], name: str) -> None:
+    for parameter in parameters:
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if variadic or parameter.name in arguments or parameter.default is not parameter.empty:
+            continue
+        if parameter.name in ("features", "feature_size"):
+            raise InputError(f"{name} needs '{parameter.name}': say how many features the networks should have.")
+        raise InputError(
+            f"{name} needs an argument '{parameter.name}' that a task does not have: give it a default, "
+            "or use input_shape, in_channels, classes or features."
+        )

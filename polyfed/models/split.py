@@ -1,0 +1,207 @@
+"""A network in two parts: an extractor that turns images into features, and a head that turns features into logits.
+
+The methods need the split: some share the head, some the features' class means, some neither. Any network whose last
+layer is linear can be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.errors import InputError, unknown_name
+from polyfed.models.dropout import seed_dropout
+from polyfed.models.dryrun import Call, Trace, dry_run, example_images, first_line
+from polyfed.models.features import Match, check_match, check_sizes, match_layer
+
+
+class SplitNetwork(nn.Module):
+    """A network in two parts: an extractor to K features and a head to C logits.
+
+    Its state has the names `extractor.…` and `head.…`.
+    """
+
+    def __init__(self, extractor: nn.Module, head: nn.Module, feature_size: int) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.head = head
+        self.feature_size = feature_size
+
+    def features(self, x: Tensor) -> Tensor:
+        """The features of a batch of images: [batch, K]."""
+        features: Tensor = self.extractor(x)
+        return features
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+def split_network(
+    network: nn.Module,
+    input_shape: Sequence[int],
+    classes: int,
+    *,
+    head: str | None = None,
+    features: int | None = None,
+    match: Match = "pool",
+    name: str = "",
+) -> SplitNetwork:
+    """Split a copy of a network at its last linear layer, or at the layer that `head` names.
+
+    A dry run checks the shapes and that the split network computes what the network computes. Where `features` is
+    given and is not the network's own number, the extractor is followed by a pooling or a learned projection and the
+    head is made anew. `name` is what errors call the network.
+
+    >>> split_network(nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Linear(20, 3)), (1, 8, 8), 3).feature_size
+    20
+    """
+    check_sizes(classes, features)
+    check_match(match)
+    name = name or type(network).__name__
+    network = seed_dropout(_copy(network, name))
+    images = example_images(network, tuple(input_shape))
+    if isinstance(network, SplitNetwork):
+        return _checked(network, images, classes, features, name)
+    trace = dry_run(network, images, name, lambda path, layer: _may_be_head(path, layer, head))
+    call = _head_call(network, trace, head, name)
+    _check_output(trace, call, len(images), classes, name)
+    size = _feature_size(call, len(images), name)
+    placeholder = nn.Identity()
+    split = SplitNetwork(_replace(network, call.layer, placeholder), call.layer, size)
+    split.training = network.training
+    _check_unchanged(split, images, trace, call.name, name)
+    if features is None or features == size:
+        return split
+    return _with_features(split, placeholder, features, classes, match, images)
+
+
+def _copy(network: nn.Module, name: str) -> nn.Module:
+    try:
+        return deepcopy(network)
+    except Exception as error:
+        raise InputError(f"{name} can't be copied, and every client needs a copy: {first_line(error)}.") from error
+
+
+def _may_be_head(path: str, layer: nn.Module, head: str | None) -> bool:
+    return isinstance(layer, nn.Linear) if head is None else path == head
+
+
+def _head_call(network: nn.Module, trace: Trace, head: str | None, name: str) -> Call:
+    """The last call of the layer that becomes the head."""
+    if trace.watched:
+        return trace.watched[-1]
+    if head is None:
+        raise InputError(
+            f"{name} has no linear layer to split at: end it with nn.Linear or name the layer as its head."
+        )
+    names = [path for path, _ in network.named_modules() if path]
+    if head not in names:
+        raise unknown_name(f"layer of {name}", head, names)
+    raise InputError(
+        f"{name} never calls its layer '{head}', so that can't be its head: name the layer that it ends with."
+    )
+
+
+def _check_output(trace: Trace, call: Call, batch: int, classes: int, name: str) -> None:
+    """The network's output must be logits for these classes, straight from the head."""
+    layer = _described(call)
+    if not isinstance(trace.output, Tensor):
+        kind = type(trace.output).__name__
+        raise InputError(
+            f"{name} must give one tensor of logits, [batch, {classes}], but it gives a value of type {kind}."
+        )
+    if trace.output.shape != (batch, classes):
+        given = ", ".join(str(side) for side in trace.output.shape[1:])
+        flat = trace.output.dim() == 2
+        remedy = f"let {layer} give {classes} outputs" if flat else f"flatten what goes into {layer}"
+        raise InputError(
+            f"{name} gives outputs of shape [batch, {given}], but {classes} classes need [batch, {classes}]: {remedy}."
+        )
+    if not _same(trace.output, call.output):
+        after = trace.layers_after(call.name)
+        follower = f"'{after[0]}'" if after else "something in its forward method"
+        raise InputError(
+            f"{name} can't be split at {layer}, because {follower} changes that layer's output: "
+            "let the network end with the layer and give raw logits (the losses apply softmax themselves)."
+        )
+
+
+def _described(call: Call) -> str:
+    if not call.name:  # the network is nothing but its head
+        return "its only layer"
+    return f"its last linear layer '{call.name}'" if isinstance(call.layer, nn.Linear) else f"its head '{call.name}'"
+
+
+def _feature_size(call: Call, batch: int, name: str) -> int:
+    features = call.inputs[0] if call.inputs else None
+    if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != batch:
+        shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise InputError(
+            f"{name} can't be split at {_described(call)}, which gets {shape} for {batch} images: "
+            f"it must get one row of features per image, [{batch}, K]."
+        )
+    return features.shape[1]
+
+
+def _replace(network: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """The network with another layer in a layer's place, under every name that layer has."""
+    if network is old:
+        return new
+    for path in [path for path, layer in network.named_modules(remove_duplicate=False) if layer is old]:
+        network.set_submodule(path, new)
+    return network
+
+
+def _with_features(
+    split: SplitNetwork, placeholder: nn.Module, features: int, classes: int, match: Match, images: Tensor
+) -> SplitNetwork:
+    """The same extractor, brought to another number of features where its head was, and a new linear head."""
+    with images.device:
+        matcher = match_layer(split.feature_size, features, match).to(images.dtype)
+        head = nn.Linear(features, classes).to(images.dtype)
+    matched = SplitNetwork(_replace(split.extractor, placeholder, matcher), head, features)
+    matched.training = split.training
+    return matched
+
+
+def _check_unchanged(split: SplitNetwork, images: Tensor, trace: Trace, path: str, name: str) -> None:
+    try:
+        output = dry_run(split, images, name).output
+    except InputError as error:
+        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        raise InputError(
+            f"{name} can't be split at its layer '{path}', because it fails without it: {reason}."
+        ) from error
+    if not _same(trace.output, output):
+        raise InputError(
+            f"{name} can't be split at its layer '{path}', because the two parts together give another output: "
+            "call that layer once, last, and don't read its weights elsewhere."
+        )
+
+
+def _checked(network: SplitNetwork, images: Tensor, classes: int, features: int | None, name: str) -> SplitNetwork:
+    """A network that its maker has split already is used as it is, once its shapes are right."""
+    size = network.feature_size
+    if features is not None and features != size:
+        raise InputError(
+            f"{name} is already split with {size} features, but {features} are asked for: "
+            f"build it with {features} features, or ask for {size}."
+        )
+    trace = dry_run(network, images, name, lambda path, layer: layer is network.extractor)
+    found = trace.watched[-1].output if trace.watched else None
+    for part, output, columns in (("features", found, size), ("logits", trace.output, classes)):
+        if not isinstance(output, Tensor) or output.shape != (len(images), columns):
+            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise InputError(f"{name} gives {part} {shape} for 2 images, but it should give [2, {columns}].")
+    return network
+
+
+def _same(one: object, other: object) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+        return False
+    # A tensor on the "meta" device has a shape but no values to compare.
+    return one.is_meta or torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -1,0 +1,177 @@
+"""Which network each client owns: names, groups of names and the user's own networks, all as `Architecture`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from polyfed.errors import InputError, unknown_name
+from polyfed.models.factories import FromFactory, FromInstance, factory_name, load_object
+from polyfed.models.features import Match, check_match, check_sizes
+from polyfed.models.groups import GROUP_TITLES, GROUPS, default_features
+from polyfed.models.heads import HEADS
+from polyfed.models.networks import NETWORKS, FromCatalogue
+from polyfed.models.split import SplitNetwork
+from polyfed.seeds import numpy_generator
+
+__all__ = [
+    "GROUPS",
+    "GROUP_TITLES",
+    "HEADS",
+    "NETWORKS",
+    "Architecture",
+    "Assignment",
+    "Models",
+    "assign",
+    "default_features",
+    "parameter_count",
+    "resolve",
+    "smallest",
+]
+
+Assignment = Literal["cycle", "random"]
+
+
+class Maker(Protocol):
+    """Anything that makes a new network for a task; `name` is for its errors."""
+
+    def __call__(
+        self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
+    ) -> SplitNetwork: ...
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of network that clients can own. Two are equal if they build the same kind.
+
+    >>> resolve("cnn5")[0].build((3, 32, 32), classes=10).feature_size
+    500
+    """
+
+    name: str
+    maker: Maker = field(repr=False)
+
+    def build(
+        self, input_shape: Sequence[int], classes: int, features: int | None = None, match: str = "pool"
+    ) -> SplitNetwork:
+        """A network for this task, with initial weights drawn from torch's global generator.
+
+        `features` asks for that many features instead of the network's own number, by pooling along the features
+        (`match="pool"`, without parameters) or by a learned linear layer (`match="project"`).
+        """
+        check_sizes(classes, features)
+        return self.maker(self.name, tuple(input_shape), classes, features, check_match(match))
+
+
+Models: TypeAlias = "str | nn.Module | Architecture | Callable[..., nn.Module] | Sequence[Models]"
+
+
+def resolve(models: Models) -> list[Architecture]:
+    """The architectures that a description names, in order.
+
+    A description is a name ("resnet18", "resnet34+mlp256"), a group ("papers"), several with commas between them, the
+    address of the user's own ("package.module:factory"), a network class, a function that returns a network, a
+    network (copied for every build), or a list of all these.
+    """
+    found = _distinct(_resolve(models))
+    if not found:
+        raise InputError("there are no networks to choose from: name at least one, for example 'cnn1'.")
+    return found
+
+
+def assign(
+    architectures: Sequence[Architecture], clients: int, *, how: Assignment = "cycle", seed: int = 0
+) -> list[Architecture]:
+    """One architecture per client: in turn, or at random with equal chances."""
+    if not architectures:
+        raise InputError("there are no networks to assign: give at least one architecture.")
+    if clients < 1:
+        raise InputError(f"the number of clients must be at least 1, not {clients}.")
+    if how == "cycle":
+        return [architectures[client % len(architectures)] for client in range(clients)]
+    if how == "random":
+        choices = numpy_generator(seed, "architectures").integers(len(architectures), size=clients)
+        return [architectures[choice] for choice in choices]
+    raise unknown_name("way to assign networks", how, get_args(Assignment))
+
+
+def parameter_count(module: nn.Module) -> int:
+    """How many numbers a module learns; batch-norm statistics are not among them."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def smallest(
+    architectures: Sequence[Architecture],
+    input_shape: Sequence[int],
+    classes: int,
+    features: int | None = None,
+    match: str = "pool",
+) -> Architecture:
+    """The architecture with the fewest parameters on this task, the first of them if several have as few."""
+    if not architectures:
+        raise InputError("there are no networks to choose the smallest from: give at least one architecture.")
+    distinct = list(dict.fromkeys(architectures))
+    return min(distinct, key=lambda choice: _built_size(choice, tuple(input_shape), classes, features, match))
+
+
+def _built_size(
+    architecture: Architecture, input_shape: tuple[int, ...], classes: int, features: int | None, match: str
+) -> int:
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):  # shapes without values: a large network costs nothing
+                return parameter_count(architecture.build(input_shape, classes, features, match))
+        except Exception:  # a user's network may need real values; whatever is truly wrong shows below
+            return parameter_count(architecture.build(input_shape, classes, features, match))
+
+
+def _resolve(models: object) -> list[Architecture]:
+    if isinstance(models, Architecture):
+        return [models]
+    if isinstance(models, str):
+        return [found for part in models.split(",") if part.strip() for found in _named(part.strip())]
+    if isinstance(models, nn.Module):  # before callable(): a network can be called too
+        return [Architecture(type(models).__name__, FromInstance(models))]
+    if isinstance(models, Sequence):
+        return [found for part in models for found in _resolve(part)]
+    if callable(models):
+        return [Architecture(factory_name(models), FromFactory(models))]
+    kind = type(models).__name__
+    raise InputError(
+        f"a value of type {kind} does not describe networks: "
+        "give a name, a network class, a function that returns a network, or a list of them."
+    )
+
+
+def _named(name: str) -> list[Architecture]:
+    """The architectures of one name."""
+    if ":" in name:
+        found = _resolve(load_object(name))
+        # One object keeps its address as its name, so that a run's record says where it came from.
+        return [replace(found[0], name=name)] if len(found) == 1 else found
+    name = name.lower()
+    if name in GROUPS:
+        return [member for part in GROUPS[name] for member in _named(part)]
+    network, plus, head = name.partition("+")
+    if network not in NETWORKS:
+        raise unknown_name("network", network, [*NETWORKS, *GROUPS])
+    if plus and head not in HEADS:
+        raise unknown_name("head", head, HEADS)
+    return [Architecture(name, FromCatalogue(network, head or None))]
+
+
+def _distinct(architectures: list[Architecture]) -> list[Architecture]:
+    """The same architectures, with a number after the name where different ones share it."""
+    named: dict[str, Architecture] = {}
+    result = []
+    for architecture in architectures:
+        number, name = 1, architecture.name
+        while named.setdefault(name, architecture).maker != architecture.maker:
+            number += 1
+            name = f"{architecture.name}-{number}"
+        result.append(replace(architecture, name=name))
+    return result

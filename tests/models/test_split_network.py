@@ -1,0 +1,295 @@
+"""Any network with a linear end is split into an extractor and a head, and computes what it computed before."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from polyfed.errors import InputError
+from polyfed.models import FeaturePool, SeededDropout, SplitNetwork, resolve, split_network
+
+SHAPE, CLASSES = (1, 8, 8), 3
+
+
+class WithFc(nn.Module):
+    """A convolution, batch norm and dropout, then a last layer called fc that is not registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(20, CLASSES)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.hidden = nn.Linear(144, 20)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).relu().flatten(1)
+        output: Tensor = self.fc(self.dropout(self.hidden(x).relu()))
+        return output
+
+
+def sequential(*end: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, CLASSES), *end)
+
+
+def images(batch: int = 5) -> Tensor:
+    return torch.randn(batch, *SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+def failure(network: nn.Module, **options: object) -> str:
+    """The sentence with which a network is refused."""
+    with pytest.raises(InputError) as caught:
+        split_network(network, SHAPE, CLASSES, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("network", [sequential(), WithFc(), nn.Sequential(WithFc())])
+def test_the_function_is_unchanged(network: nn.Module) -> None:
+    network.eval()
+    split = split_network(network, SHAPE, CLASSES)
+    assert split.feature_size == 20
+    assert split.features(images()).shape == (5, 20)
+    assert isinstance(split.head, nn.Linear)
+    torch.testing.assert_close(split(images()), network(images()))
+    torch.testing.assert_close(split.head(split.features(images())), network(images()))
+
+
+def test_names_say_which_part_a_parameter_belongs_to() -> None:
+    names = {name for name, _ in split_network(WithFc(), SHAPE, CLASSES).named_parameters()}
+    parts = ["conv", "norm", "hidden"]
+    expected = {f"extractor.{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+    assert names == expected | {"head.weight", "head.bias"}
+
+
+def test_the_network_given_is_left_untouched() -> None:
+    network = WithFc().train()
+    network.norm.eval()
+    before, random = deepcopy(network.state_dict()), torch.random.get_rng_state()
+    split = split_network(network, SHAPE, CLASSES)
+    assert isinstance(network.fc, nn.Linear)
+    assert isinstance(network.dropout, nn.Dropout)
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert split.training
+    assert split.extractor.training
+    assert not split.extractor.norm.training  # type: ignore[union-attr]
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, even in evaluation mode, and draws random numbers."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.fc = nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        torch.rand(1)
+        output: Tensor = self.fc(x.flatten(1))
+        return output
+
+
+def test_the_dry_run_leaves_buffers_and_the_global_generator_alone() -> None:
+    network = Counting()
+    random = torch.random.get_rng_state()
+    assert split_network(network, SHAPE, CLASSES).state_dict()["extractor.calls"] == 0
+    assert torch.equal(random, torch.random.get_rng_state())
+
+
+def test_dropout_is_made_reproducible() -> None:
+    extractor = split_network(WithFc(), SHAPE, CLASSES).extractor
+    assert isinstance(extractor.dropout, SeededDropout)
+
+
+def test_a_head_can_be_named_and_can_have_several_layers() -> None:
+    network = nn.Sequential()
+    network.add_module("body", nn.Flatten())
+    network.add_module("top", nn.Sequential(nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, CLASSES)))
+    split = split_network(network, SHAPE, CLASSES, head="top")
+    assert split.feature_size == 64
+    assert isinstance(split.head, nn.Sequential)
+    torch.testing.assert_close(split(images()), network(images()))
+
+
+def test_a_head_that_has_two_names_is_replaced_under_both() -> None:
+    network = WithFc().eval()
+    network.alias = network.fc
+    torch.testing.assert_close(split_network(network, SHAPE, CLASSES)(images()), network(images()))
+
+
+def test_a_single_linear_layer_is_a_head_without_extractor() -> None:
+    split = split_network(nn.Linear(64, CLASSES), (64,), CLASSES)
+    assert split.feature_size == 64
+    assert isinstance(split.extractor, nn.Identity)
+
+
+def test_lazy_layers_get_their_size_from_the_task() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.LazyLinear(7), nn.ReLU(), nn.LazyLinear(CLASSES))
+    assert split_network(network, SHAPE, CLASSES).feature_size == 7
+
+
+@pytest.mark.parametrize("features", [10, 12, 40])
+def test_features_are_pooled_on_request(features: int) -> None:
+    network = WithFc().eval()
+    split = split_network(network, SHAPE, CLASSES, features=features)
+    plain = split_network(network, SHAPE, CLASSES)
+    assert split.feature_size == features
+    torch.testing.assert_close(split.features(images()), FeaturePool(features)(plain.features(images())))
+    assert split(images()).shape == (5, CLASSES)
+    assert list(split.state_dict()) == list(plain.state_dict())
+
+
+def test_features_are_projected_on_request() -> None:
+    split = split_network(WithFc(), SHAPE, CLASSES, features=11, match="project")
+    assert split.state_dict()["extractor.fc.weight"].shape == (11, 20)
+    assert split(images()).shape == (5, CLASSES)
+
+
+def test_a_number_of_features_that_fits_keeps_the_head() -> None:
+    network = sequential()
+    split = split_network(network, SHAPE, CLASSES, features=20)
+    assert torch.equal(split.state_dict()["head.weight"], network.state_dict()["3.weight"])
+
+
+def test_deep_copies_share_no_storage() -> None:
+    split = split_network(WithFc(), SHAPE, CLASSES, features=10)
+    copied = deepcopy(split)
+    places = {tensor.data_ptr() for tensor in split.state_dict().values()}
+    assert places.isdisjoint(tensor.data_ptr() for tensor in copied.state_dict().values())
+    copied.eval(), split.eval()
+    assert torch.equal(copied(images()), split(images()))
+
+
+def test_a_split_network_is_used_as_it_is_once_checked() -> None:
+    own = SplitNetwork(nn.Sequential(nn.Flatten(), nn.Linear(64, 6)), nn.Linear(6, CLASSES), 6)
+    assert split_network(own, SHAPE, CLASSES).feature_size == 6
+    assert "already split with 6 features, but 5 are asked for" in failure(own, features=5)
+    wrong = SplitNetwork(nn.Flatten(), nn.Linear(64, CLASSES), 6)
+    assert "gives features [2, 64] for 2 images, but it should give [2, 6]" in failure(wrong)
+    wrong = SplitNetwork(nn.Flatten(), nn.Linear(64, 5), 64)
+    assert "gives logits [2, 5] for 2 images, but it should give [2, 3]" in failure(wrong)
+
+
+def test_a_softmax_at_the_end_is_refused() -> None:
+    sentence = failure(sequential(nn.Softmax(dim=1)))
+    assert "last linear layer '3'" in sentence
+    assert "because '4' changes that layer's output" in sentence
+
+
+class EndsWithSoftmax(WithFc):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(dim=1)
+
+
+def test_a_softmax_in_the_forward_method_is_refused() -> None:
+    assert "something in its forward method changes that layer's output" in failure(EndsWithSoftmax())
+
+
+class ReadsItsWeights(WithFc):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.fc.weight.abs().mean())
+
+
+def test_a_network_that_needs_its_head_elsewhere_is_refused() -> None:
+    assert "can't be split at its layer 'fc', because it fails without it: 'Identity' object" in failure(
+        ReadsItsWeights()
+    )
+
+
+class CallsItTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.same(self.same(x.flatten(1)[:, :3]))
+        return output
+
+
+def test_a_head_that_is_called_twice_is_refused() -> None:
+    assert "the two parts together give another output" in failure(CallsItTwice())
+
+
+def test_a_network_without_linear_layer_is_refused() -> None:
+    assert "has no linear layer to split at" in failure(nn.Sequential(nn.Conv2d(1, CLASSES, 8), nn.Flatten()))
+
+
+def test_the_wrong_number_of_classes_is_refused() -> None:
+    sentence = failure(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), name="Mine")
+    assert sentence.startswith("Mine gives outputs of shape [batch, 10], but 3 classes need [batch, 3]")
+    assert "last linear layer '1'" in sentence
+
+
+def test_the_wrong_input_shape_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        split_network(WithFc(), (3, 32, 32), CLASSES)
+    assert "does not accept images of shape (3, 32, 32)" in str(caught.value)
+    assert "in its layer 'conv'" in str(caught.value)
+
+
+class AveragesLogits(nn.Module):
+    """Applies its last layer to every row of an image, and only then takes the mean."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(x[:, 0, : self.rows])
+        return logits.mean(dim=1)
+
+
+def test_features_that_are_not_one_row_per_image_are_refused() -> None:
+    assert "something in its forward method changes that layer's output" in failure(AveragesLogits(rows=8))
+    assert "flatten what goes into its only layer" in failure(nn.Linear(8, CLASSES))
+    unflattened = nn.Sequential()
+    unflattened.add_module("top", nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
+    sentence = failure(unflattened, head="top")
+    assert "its head 'top', which gets [2, 1, 8, 8] for 2 images: it must get one row of features" in sentence
+
+
+def test_an_output_that_is_not_a_tensor_is_refused() -> None:
+    class Pair(WithFc):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), x
+
+    assert "gives a value of type tuple" in failure(Pair())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head": "fcc"}, "did you mean 'fc'?"),
+        ({"head": "unused"}, "never calls its layer 'unused'"),
+        ({"features": 0}, "the number of features must be at least 1, not 0"),
+        ({"match": "pol", "features": 5}, "did you mean 'pool'?"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, object], words: str) -> None:
+    network = WithFc()
+    network.unused = nn.Linear(2, 2)
+    assert words in failure(network, **options)
+
+
+def test_many_clients_can_be_computed_at_once() -> None:
+    """A vectorized engine stacks the parameters of clients; pooled features must allow that."""
+    networks = [resolve("cnn5")[0].build((1, 16, 16), CLASSES, features=120) for _ in range(2)]
+    parameters, buffers = stack_module_state(list(networks))
+    x = torch.randn(2, 3, 1, 16, 16)
+
+    def logits(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+        output: Tensor = functional_call(networks[0], (parameters, buffers), (x,))
+        return output
+
+    together = vmap(logits)(parameters, buffers, x)
+    for number, network in enumerate(networks):
+        torch.testing.assert_close(together[number], network(x[number]), rtol=1e-4, atol=1e-5)
