@@ -1,0 +1,180 @@
+"""What travels between a client and the server: named tensors, counted, checked and turned into safe bytes.
+
+A message is the same object in a simulation and on a wire. Its floats are what papers call communication cost; labels
+and counts ride beside them as metadata and are never counted as floats. Bytes are safetensors, never pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from polyfed.errors import BadMessage
+
+State: TypeAlias = dict[str, Tensor]
+"""Flat named tensors: a client's personal state, the server's state, the content of a message."""
+
+_METADATA = "metadata."
+_DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.bool: "BOOL"}
+
+
+@dataclass(frozen=True)
+class Message:
+    """Named tensors that travel, with small integer metadata (labels, counts) beside them.
+
+    >>> message = Message({"prototypes": torch.zeros(2, 500)}, {"labels": torch.tensor([3, 7])})
+    >>> message.floats
+    1000
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def floats(self) -> int:
+        """How many numbers travel, metadata apart."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The length of `to_bytes()`, without building it; an empty message is not sent and costs nothing."""
+        entries = self._entries()
+        if not entries:
+            return 0
+        # safetensors: an 8-byte length, a JSON header padded to 8 bytes, the tensors sorted by item size, then name.
+        header: dict[str, object] = {}
+        offset = 0
+        for name, tensor in sorted(entries.items(), key=lambda item: (-item[1].element_size(), item[0])):
+            end = offset + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+        return 8 + -(-length // 8) * 8 + offset
+
+    def to_bytes(self) -> bytes:
+        """The message as safetensors bytes."""
+        return save({name: tensor.contiguous() for name, tensor in self._entries().items()})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Message:
+        """Read what `to_bytes` wrote; bytes that are not a message raise `BadMessage`."""
+        try:
+            entries = load(data)
+        except Exception as error:  # safetensors raises its own and ValueError, KeyError for malformed bytes
+            raise BadMessage(
+                f"the message's bytes are not a safetensors file ({error}); send what to_bytes() wrote."
+            ) from error
+        tensors = {name: tensor for name, tensor in entries.items() if not name.startswith(_METADATA)}
+        metadata = {name.removeprefix(_METADATA): t for name, t in entries.items() if name.startswith(_METADATA)}
+        return Message(tensors, metadata)
+
+    def snapshot(self) -> Message:
+        """A copy on the CPU that shares no storage with anyone's live state."""
+        return Message(
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()},
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.metadata.items()},
+        )
+
+    def _entries(self) -> State:
+        return {**self.tensors, **{_METADATA + name: tensor for name, tensor in self.metadata.items()}}
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A float32 tensor of this shape with finite values; a word stands for a size that the sender chooses."""
+
+    shape: tuple[int | str, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Class labels, each at most once, in rising order; `size` names how many there are."""
+
+    classes: int
+    size: str = "seen"
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sample counts of at least one."""
+
+    shape: tuple[int | str, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a message must look like; `check` raises `BadMessage` with the first difference.
+
+    >>> schema = Schema({"prototypes": Floats(("seen", 4))}, {"labels": Labels(10)})
+    >>> schema.check(Message({"prototypes": torch.zeros(2, 4)}, {"labels": torch.tensor([3, 7])}))
+    """
+
+    tensors: Mapping[str, Floats] = field(default_factory=dict)
+    metadata: Mapping[str, Labels | Counts] = field(default_factory=dict)
+
+    def check(self, message: Message) -> None:
+        """Raise unless the message has exactly these entries, of these shapes and types, with sound values."""
+        sizes: dict[str, int] = {}
+        _check_names("tensor", message.tensors, self.tensors)
+        _check_names("metadata entry", message.metadata, self.metadata)
+        for name, tensor in message.tensors.items():
+            _check_type(name, tensor, torch.float32)
+            _check_shape(name, tensor, self.tensors[name].shape, sizes)
+            if not bool(torch.isfinite(tensor).all()):
+                raise BadMessage(f"'{name}' holds values that are not finite.")
+        for name, tensor in message.metadata.items():
+            entry = self.metadata[name]
+            _check_type(name, tensor, torch.int64)
+            if isinstance(entry, Labels):
+                _check_shape(name, tensor, (entry.size,), sizes)
+                _check_labels(name, tensor, entry.classes)
+            else:
+                _check_shape(name, tensor, entry.shape, sizes)
+                if bool((tensor < 1).any()):
+                    raise BadMessage(f"'{name}' holds a count below 1.")
+
+
+def _check_names(kind: str, found: Mapping[str, Tensor], expected: Mapping[str, Floats | Labels | Counts]) -> None:
+    unknown = sorted(set(found) - set(expected))
+    missing = sorted(name for name, entry in expected.items() if name not in found and not entry.optional)
+    if unknown:
+        raise BadMessage(f"the message has an unexpected {kind} '{unknown[0]}'.")
+    if missing:
+        raise BadMessage(f"the message lacks the {kind} '{missing[0]}'.")
+
+
+def _check_type(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise BadMessage(f"'{name}' is {tensor.dtype}, not {dtype}.")
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int | str, ...], sizes: dict[str, int]) -> None:
+    fits = tensor.dim() == len(shape) and all(
+        actual == (sizes.setdefault(size, actual) if isinstance(size, str) else size)
+        for size, actual in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        expected = tuple(sizes.get(size, size) if isinstance(size, str) else size for size in shape)
+        raise BadMessage(f"'{name}' has shape {tuple(tensor.shape)}, not {expected}.")
+
+
+def _check_labels(name: str, labels: Tensor, classes: int) -> None:
+    if labels.numel() == 0:
+        return
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise BadMessage(f"'{name}' holds a class outside 0..{classes - 1}.")
+    if bool((labels[1:] <= labels[:-1]).any()):
+        raise BadMessage(f"'{name}' is not in rising order without repetition.")

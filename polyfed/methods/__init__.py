@@ -1,0 +1,27 @@
+"""The methods, one file each; `base.py` says what a method is. To add one, write its file and list it here."""
+
+from __future__ import annotations
+
+from polyfed.errors import unknown_name
+from polyfed.methods.base import Method
+from polyfed.methods.fedavg import FedAvg
+from polyfed.methods.fedproto import FedProto
+from polyfed.methods.lg_fedavg import LGFedAvg
+from polyfed.methods.standalone import Standalone
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        Standalone,
+        FedAvg,
+        LGFedAvg,
+        FedProto,
+    )
+}
+
+
+def find_method(name: str) -> type[Method]:
+    """The method of that name; an unknown one raises an error that suggests the nearest."""
+    if name not in METHODS:
+        raise unknown_name("method", name, METHODS)
+    return METHODS[name]

@@ -1,0 +1,272 @@
+"""What a method is: the losses it minimises and the messages it exchanges, and nothing else.
+
+A method never loops over batches, moves tensors between devices, opens a file or a socket: an engine does that. The
+three rules that let one text run in a plain loop, for many clients at once and between organisations:
+
+1. A loss is a pure function of (network, batch) and returns one value per sample. What was received is part of the
+   network: `receive` writes it into the client's state.
+2. All state is named tensors, flat: `model.head.weight`, `proxy.0.bias`, `prototypes.vectors`.
+3. Random draws come only from the generators handed in (`draw`, `server.generator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from polyfed.message import Message, Schema, State
+from polyfed.methods.network import Batch, ClientNetwork
+from polyfed.methods.statistics import ClassStatistics
+from polyfed.models import Architecture, SplitNetwork
+from polyfed.seeds import seeded, torch_generator
+
+__all__ = [
+    "Batch",
+    "ClientNetwork",
+    "Collect",
+    "Common",
+    "Knowledge",
+    "Message",
+    "Method",
+    "Phase",
+    "Reply",
+    "Schema",
+    "Server",
+    "SplitNetwork",
+    "State",
+    "Task",
+    "Trained",
+    "Training",
+]
+
+Loss: TypeAlias = Callable[[ClientNetwork, Batch], Tensor | tuple[Tensor, Tensor]]
+Common: TypeAlias = Literal["features", "head", "network"]
+
+
+class Training(BaseModel):
+    """How every client trains; the same for all methods, so that they can be compared."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(1, ge=1, description="passes over a client's training samples in one round")
+    batch_size: int = Field(64, ge=1, description="samples per step")
+    lr: float = Field(0.01, gt=0, description="learning rate of plain SGD")
+    momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, started anew in every round")
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty added to the gradient")
+    clip: float | None = Field(None, gt=0, description="largest gradient norm of a trained module; none: no clipping")
+    augment: bool = Field(False, description="random flip, erasing and crop of training images")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every participant knows of the common problem."""
+
+    input_shape: tuple[int, ...]
+    classes: int
+    rounds: int
+    seed: int
+    architecture: Architecture
+    """The network behind what clients have in common: all of it (FedAvg), its head, its number of features."""
+    auxiliary: Architecture
+    """The small homogeneous network of mutual-learning methods."""
+    feature_size: int
+    """How many features the clients' extractors have; of the first client's, where they may differ."""
+    features: int | None = None
+    """How many features every network is brought to; none: each keeps its own number."""
+    match: Literal["pool", "project"] = "pool"
+
+    def new_model(self, architecture: Architecture | None = None, *, variant: str | int = "shared") -> SplitNetwork:
+        """A freshly initialised network; every caller that asks for the same variant gets the same weights."""
+        chosen = architecture or self.architecture
+        with seeded(self.seed, "initial", chosen.name, variant):
+            return chosen.build(self.input_shape, self.classes, self.features, self.match)
+
+    def new_auxiliary(self, features: int | None = None) -> SplitNetwork:
+        """The auxiliary network, freshly initialised, the same for every caller; with that many features if given."""
+        with seeded(self.seed, "initial", self.auxiliary.name, "auxiliary"):
+            return self.auxiliary.build(self.input_shape, self.classes, features or self.features, self.match)
+
+    def seeded_module(self, build: Callable[[], nn.Module], purpose: str) -> nn.Module:
+        """A module of the method's own, initialised alike for every caller."""
+        with seeded(self.seed, "initial", purpose):
+            return build()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stage of local training: some modules are trained, all others are frozen and in evaluation mode."""
+
+    name: str
+    trains: tuple[str, ...]
+    """Names of modules, such as `model`, `model.head` or `proxy`."""
+    loss: Loss
+    """One value per sample; a pair (values, tracked vectors per sample) if `tracks`."""
+    epochs: int
+    lr: float | None = None
+    """Overrides the training's learning rate."""
+    views: Literal[1, 2] = 1
+    """2: the images are augmented in any case, and the batch carries a second augmentation of them in `batch.view`."""
+    draw: Callable[[torch.Generator, int], State] | None = None
+    """Extra random tensors for a batch of that many samples, handed to the loss as `batch.drawn`."""
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Parameters that are clamped to a range after every step."""
+    part: tuple[float, float] = (0.0, 1.0)
+    """Which part of the client's (once shuffled) training samples this phase sees."""
+    augment: bool = True
+    """False: this phase sees images as they are, even if training augments."""
+    tracks: bool = False
+    """The engine averages the tracked vectors per class over all visited samples into `Trained.tracked`."""
+
+
+@dataclass(frozen=True)
+class Collect:
+    """A pass over the training samples after training, in evaluation mode, that gathers statistics per class."""
+
+    of: Callable[[ClientNetwork, Tensor], Tensor] = field(default=lambda net, x: net.features(x))
+    covariance: bool = False
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What a client knows of its own data and of the time."""
+
+    counts: Tensor
+    """Training samples per class, int64 [classes]."""
+    round: int
+
+    @property
+    def samples(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def classes(self) -> Tensor:
+        """The classes of which the client has training samples, in rising order."""
+        return self.counts.nonzero().flatten()
+
+
+@dataclass(frozen=True)
+class Trained(Knowledge):
+    """A client after local training, as `upload` sees it."""
+
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: ClassStatistics | None = None
+    tracked: ClassStatistics | None = None
+
+    @property
+    def sample_count(self) -> dict[str, Tensor]:
+        """Metadata for a mean weighted by samples."""
+        return {"samples": torch.tensor([self.samples])}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back from one client: its message and what the engine noticed on the way."""
+
+    client: int
+    message: Message
+    loss: float = float("nan")
+    """Mean training loss of the first phase that trains the private model."""
+    flops: int = 0
+    notes: tuple[str, ...] = ()
+    """Remarks of the method or the engine, kept as events of the run."""
+    failure: str = ""
+    """Why there is no message; such a reply is left out of the round."""
+
+
+@dataclass
+class Server:
+    """The server's side of a run: named tensors, and networks that only the server trains."""
+
+    seed: int
+    device: torch.device = torch.device("cpu")
+    """Where heavy work may be done; the state and all messages are on the CPU."""
+    round: int = 0
+    state: State = field(default_factory=dict)
+    modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+    notes: list[str] = field(default_factory=list)
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Random draws of this round for one purpose."""
+        return torch_generator(self.seed, "server", purpose, self.round)
+
+
+class Method:
+    """A federated method. Subclasses override what their paper says and leave the rest.
+
+    The order of a round: `download` (server) → `receive` (client) → `phases` (client) → `upload` (client) →
+    `schema().check` (server) → `aggregate` (server). `predict` is how a client uses what it has learned.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    shares: ClassVar[str]
+    """What leaves a client, in a few words."""
+    requires: ClassVar[tuple[Common, ...]] = ()
+    """What clients must have in common."""
+    announces_classes: ClassVar[bool] = False
+    """Clients tell the server which classes they hold when they join, because `download` depends on it."""
+    collect: Collect | None = None
+
+    class Config(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __init__(self, config: Config, task: Task, training: Training) -> None:
+        self.config = config
+        self.task = task
+        self.training = training
+
+    # The client's side -----------------------------------------------------------------------------------------------
+
+    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
+        """Modules that every client owns beside its private model; their state is personal until it is sent."""
+        return {}
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        """The entries of the client's state that a download changes; by default those of the same names."""
+        return dict(message.tensors)
+
+    def phases(self) -> list[Phase]:
+        """The stages of local training; by default the private model on cross entropy."""
+        return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs)]
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        """The loss of the default phase, per sample."""
+        return nn.functional.cross_entropy(net(batch.x), batch.y, reduction="none")
+
+    def upload(self, client: Trained) -> Message:
+        """What leaves the client after training."""
+        return Message()
+
+    def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
+        """Scores [batch, classes] by each way to predict that the method has; the first is the method's own."""
+        return {"classifier": net(x)}
+
+    def inspect(self, net: ClientNetwork, batch: Batch) -> list[str]:
+        """Remarks on a trained client, from one batch of its data, in evaluation mode; kept as events of the run."""
+        return []
+
+    # The server's side -----------------------------------------------------------------------------------------------
+
+    def start(self, server: Server) -> None:
+        """Put the first round's state and networks into the server."""
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        """What a client receives at the start of a round; `classes` is None unless `announces_classes`."""
+        return Message()
+
+    def schema(self) -> Schema:
+        """What an upload must look like to be fused."""
+        return Schema()
+
+    def check(self, message: Message) -> None:
+        """Raise `BadMessage` for an upload that must not be fused."""
+        self.schema().check(message)
+
+    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        """Fuse the checked replies, in the order of client numbers, into the server's state."""

@@ -1,0 +1,134 @@
+"""What several methods share: losses per sample, parts of a state, means over replies, vectors per class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.message import Counts, Floats, Labels, Message, Schema, State
+
+if TYPE_CHECKING:
+    from polyfed.methods.base import Reply
+
+SAMPLES = {"samples": Counts((1,))}
+"""Schema of the metadata behind a mean weighted by samples."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy, one value per sample."""
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def distance(a: Tensor, b: Tensor, kind: Literal["euclidean", "mse"] = "euclidean") -> Tensor:
+    """Distance of vectors along the last axis: the Euclidean norm of the difference, or its mean square.
+
+    The norm's gradient at zero, which does not exist, is taken as zero.
+    """
+    squares = (a - b).square()
+    if kind == "mse":
+        return squares.mean(-1)
+    total = squares.sum(-1)
+    positive = total > 0
+    return torch.where(positive, torch.where(positive, total, 1.0).sqrt(), 0.0)
+
+
+def part_of(state: Mapping[str, Tensor], module: str) -> State:
+    """The float tensors of one module in a flat state; integer counters of batch norm stay at home.
+
+    >>> sorted(part_of({"model.head.bias": torch.zeros(2), "model.head_norm": torch.zeros(1)}, "model.head"))
+    ['model.head.bias']
+    """
+    return {
+        name: tensor for name, tensor in state.items() if name.startswith(f"{module}.") and tensor.is_floating_point()
+    }
+
+
+def module_state(name: str, module: nn.Module) -> State:
+    """A module's float tensors, named as in a client's flat state."""
+    return part_of({f"{name}.{key}": tensor.detach().clone() for key, tensor in module.state_dict().items()}, name)
+
+
+def same_shapes(state: Mapping[str, Tensor]) -> dict[str, Floats]:
+    """The schema of messages that carry tensors shaped like these."""
+    return {name: Floats(tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+def weighted_mean(replies: Sequence[Reply]) -> State:
+    """The replies' tensors averaged, each weighted by its client's share of the participants' samples."""
+    counts = [int(reply.message.metadata["samples"]) for reply in replies]
+    return _mean(replies, [count / sum(counts) for count in counts])
+
+
+def plain_mean(replies: Sequence[Reply]) -> State:
+    """The replies' tensors averaged with equal weights."""
+    return _mean(replies, [1 / len(replies)] * len(replies))
+
+
+def _mean(replies: Sequence[Reply], weights: Sequence[float]) -> State:
+    return {
+        name: sum((w * r.message.tensors[name] for w, r in zip(weights, replies, strict=True)), torch.zeros(()))
+        for name in replies[0].message.tensors
+    }
+
+
+class ClassVectors(nn.Module):
+    """One vector per class as a client received it (prototypes, mean features, mean logits) and which are known."""
+
+    vectors: Tensor
+    known: Tensor
+
+    def __init__(self, classes: int, size: int) -> None:
+        super().__init__()
+        self.register_buffer("vectors", torch.zeros(classes, size))
+        self.register_buffer("known", torch.zeros(classes, dtype=torch.bool))
+
+    def distance(self, vectors: Tensor, labels: Tensor, kind: Literal["euclidean", "mse"] = "euclidean") -> Tensor:
+        """Distance of each vector to the vector of its class; zero where that is unknown."""
+        return torch.where(self.known[labels], distance(vectors, self.vectors[labels], kind), 0.0)
+
+    def closeness(self, vectors: Tensor) -> Tensor:
+        """Scores [batch, classes] for prediction: minus the Euclidean distance, minus infinity where unknown."""
+        distances = torch.cdist(vectors, self.vectors)
+        return torch.where(self.known, -distances, -torch.inf)
+
+
+def class_vectors_schema(name: str, classes: int, size: int, *, counts: bool = False) -> Schema:
+    """Messages that carry one vector for each of some classes, with their labels and perhaps counts."""
+    metadata: dict[str, Labels | Counts] = {"labels": Labels(classes)}
+    if counts:
+        metadata["counts"] = Counts(("seen",))
+    return Schema({name: Floats(("seen", size))}, metadata)
+
+
+def mean_by_class(vectors: Tensor, labels: Tensor, weights: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """The weighted mean of the vectors of each label that occurs, summed in float64, and those labels in rising order.
+
+    >>> means, labels = mean_by_class(torch.tensor([[1.0], [3.0]]), torch.tensor([4, 4]), torch.ones(2), 5)
+    >>> means.tolist(), labels.tolist()
+    ([[2.0]], [4])
+    """
+    weights = weights.double()
+    sums = torch.zeros(classes, vectors.shape[1], dtype=torch.float64, device=vectors.device)
+    sums.index_add_(0, labels, vectors * weights[:, None])
+    totals = torch.zeros(classes, dtype=torch.float64, device=vectors.device).index_add_(0, labels, weights)
+    seen = totals.nonzero().flatten()
+    return (sums[seen] / totals[seen, None]).float(), seen
+
+
+def known_vectors(server_state: Mapping[str, Tensor], name: str) -> Message:
+    """A download of the server's known class vectors; empty while there are none."""
+    known = server_state[f"{name}.known"].nonzero().flatten()
+    if len(known) == 0:
+        return Message()
+    return Message({name: server_state[f"{name}.vectors"][known]}, {"labels": known})
+
+
+def store_vectors(state: Mapping[str, Tensor], name: str, vectors: Tensor, labels: Tensor) -> State:
+    """The entries of a `ClassVectors` module's state after it received vectors for some classes."""
+    kept, known = state[f"{name}.vectors"].clone(), state[f"{name}.known"].clone()
+    kept[labels] = vectors.to(kept)
+    known[labels] = True
+    return {f"{name}.vectors": kept, f"{name}.known": known}
