@@ -1,0 +1,126 @@
+"""polyfed from Python: run an experiment, go on with one, read one back."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from safetensors.torch import load_file
+
+from polyfed.assemble import PYTHON, assemble
+from polyfed.config import Experiment, experiment
+from polyfed.data import Dataset
+from polyfed.engines import Population, new_engine
+from polyfed.errors import InputError
+from polyfed.federation import Federation, Watcher
+from polyfed.models import Models, SplitNetwork, resolve
+from polyfed.records import RunFolder
+
+
+@dataclass
+class Result:
+    """A finished run: its numbers as frames, and the clients' models."""
+
+    folder: RunFolder
+    summary: dict[str, Any]
+    population: Population = field(repr=False)
+    _temporary: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+
+    @property
+    def rounds(self) -> pd.DataFrame:
+        """A row per evaluated round."""
+        return self.folder.rounds()
+
+    @property
+    def evaluations(self) -> pd.DataFrame:
+        """A row per evaluated round, part and rule of prediction."""
+        return self.folder.evaluations()
+
+    @property
+    def clients(self) -> pd.DataFrame:
+        """A row per client."""
+        return self.folder.clients()
+
+    def model(self, client: int) -> SplitNetwork:
+        """A client's private model, in evaluation mode."""
+        file = self.folder.path / "models" / f"client-{client:04d}.safetensors"
+        if not file.exists():
+            raise InputError(f"there is no client {client}; the run has {len(self.population.data)} clients, from 0.")
+        network = self.population.new_network(client).model.cpu()
+        network.load_state_dict(load_file(file))
+        return network.eval()
+
+    @property
+    def models(self) -> list[SplitNetwork]:
+        """All clients' private models."""
+        return [self.model(client) for client in range(len(self.population.data))]
+
+
+def run(
+    method: str | Mapping[str, Any],
+    *,
+    data: str | Dataset = "digits",
+    models: Models = "papers",
+    out: str | Path | None = None,
+    watcher: Watcher | None = None,
+    **settings: Any,
+) -> Result:
+    """Run one experiment and return its result.
+
+    `method` is a name, or a mapping with a name and options. `data` is a name or a `Dataset` (`polyfed.from_arrays`
+    makes one), `models` names, classes, factories or networks. `settings` are the fields of `polyfed.Experiment`,
+    and `epochs`, `batch_size`, `lr` and `preset`. Without `out` the run's folder is temporary and lives as long as the
+    result.
+
+    >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
+    >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
+    """
+    config = experiment(
+        method=method,
+        data=data if isinstance(data, str) else PYTHON + data.name,
+        models=models if isinstance(models, str) else PYTHON + ",".join(a.name for a in resolve(models)),
+        **settings,
+    )
+    population = assemble(config, None if isinstance(data, str) else data, None if isinstance(models, str) else models)
+    temporary = tempfile.TemporaryDirectory(prefix="polyfed-run-") if out is None else None
+    folder = RunFolder.create(Path(temporary.name if temporary else str(out)), config)
+    return _go(config, population, folder, watcher, temporary)
+
+
+def resume(
+    path: str | Path, *, data: Dataset | None = None, models: Models | None = None, watcher: Watcher | None = None
+) -> Result:
+    """Go on with an unfinished run; a finished one is only read. `data` and `models` as they were if from Python."""
+    folder = RunFolder.open(Path(path))
+    config = folder.config
+    population = assemble(config, data, models)
+    if folder.finished:
+        return Result(folder, folder.summary(), population)
+    return _go(config, population, folder, watcher, None)
+
+
+def _go(
+    config: Experiment,
+    population: Population,
+    folder: RunFolder,
+    watcher: Watcher | None,
+    temporary: tempfile.TemporaryDirectory[str] | None,
+) -> Result:
+    budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
+    engine = new_engine(config.engine, population, workers=config.workers, memory_budget=budget)
+    try:
+        federation = Federation(config, population, engine, folder, watcher)
+        saved = folder.checkpoints.restore()
+        if saved is not None:
+            federation.restore(saved)
+            if saved.damaged:
+                folder.add_event("note", round=saved.round, note=f"fell back to the checkpoint before: {saved.damaged}")
+        folder.keep_until(saved.round if saved else 0)
+        summary = federation.run()
+    finally:
+        engine.close()
+    return Result(folder, summary, population, temporary)

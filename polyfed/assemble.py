@@ -1,0 +1,136 @@
+"""From a checked experiment to the objects that run it: data, networks, method, clients. Fails before round one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import torch
+
+from polyfed.config import Experiment
+from polyfed.data import Dataset, load_dataset, partition
+from polyfed.engines import Population
+from polyfed.errors import InputError
+from polyfed.methods import find_method
+from polyfed.methods.base import Method, Task
+from polyfed.models import (
+    Architecture,
+    Models,
+    SplitNetwork,
+    assign,
+    default_features,
+    resolve,
+    smallest,
+)
+
+PYTHON = "python:"
+"""Marks data or networks that were handed over as Python objects, in a run's record."""
+
+
+def assemble(config: Experiment, data: Dataset | None = None, models: Models | None = None) -> Population:
+    """The clients of an experiment; `data` and `models` stand in for what its config only names."""
+    dataset = data or _named_data(config)
+    architectures = _architectures(config, models)
+    owned = assign(architectures, config.clients, how=config.assignment, seed=config.seed)
+    features = config.features or default_features(config.models)
+    examples = {a.name: a.build(dataset.input_shape, dataset.classes, features, config.match_features) for a in owned}
+    if config.training.augment and len(dataset.input_shape) != 3:
+        raise InputError(
+            f"training.augment needs images, but samples of '{dataset.name}' have shape {dataset.input_shape}."
+        )
+    chosen = find_method(str(config.method["name"]))
+    check_common(chosen, [architecture.name for architecture in owned], examples)
+    task = Task(
+        input_shape=dataset.input_shape,
+        classes=dataset.classes,
+        rounds=config.rounds,
+        seed=config.seed,
+        architecture=owned[0],
+        auxiliary=_auxiliary(config, architectures, dataset),
+        feature_size=examples[owned[0].name].feature_size,
+        features=features,
+        match=config.match_features,
+    )
+    shares = partition(
+        dataset,
+        config.partition,
+        config.clients,
+        classes_per_client=config.classes_per_client,
+        alpha=config.alpha,
+        split=config.split,
+        seed=config.seed,
+    )
+    method = chosen(chosen.Config(**config.options), task, config.training)
+    return Population(
+        dataset, shares, owned, method, config.seed, find_device(config.device), own_start=config.start == "client"
+    )
+
+
+def find_device(name: str) -> torch.device:
+    """The compute device of that name; `auto` is a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device is '{name}', which this machine does not have; use cpu, or leave it on auto."
+        ) from error
+    return device
+
+
+def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[str, SplitNetwork]) -> None:
+    """Raise unless the clients have in common what the method needs; the error names clients and the difference."""
+    tests: dict[str, tuple[str, Callable[[str], Hashable], str]] = {
+        "network": ("the same network", lambda name: name, "give all the same one (--models cnn1)"),
+        "features": (
+            "the same number of features",
+            lambda name: f"{examples[name].feature_size} features",
+            "bring them to one number (--features 500)",
+        ),
+        "head": (
+            "the same head",
+            lambda name: " and ".join(f"{key} {tuple(t.shape)}" for key, t in examples[name].head.state_dict().items()),
+            "choose networks with equal heads, or bring them to one number of features (--features 500)",
+        ),
+    }
+    for need in method.requires:
+        what, value_of, remedy = tests[need]
+        groups: dict[Hashable, list[int]] = {}
+        for client, name in enumerate(owned):
+            groups.setdefault(value_of(name), []).append(client)
+        if len(groups) > 1:
+            (first, some), (second, others) = list(groups.items())[:2]
+            raise InputError(
+                f"{method.name} needs {what} in every client, but {_clients(some)} ({owned[some[0]]}) have {first} and "
+                f"{_clients(others)} ({owned[others[0]]}) have {second}; {remedy}."
+            )
+
+
+def _clients(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:3])
+    return f"clients {shown}{', …' if len(numbers) > 3 else ''}"
+
+
+def _named_data(config: Experiment) -> Dataset:
+    if config.data.startswith(PYTHON):
+        raise InputError(
+            f"the data '{config.data.removeprefix(PYTHON)}' came from Python; hand it over again: "
+            "polyfed.resume(run, data=…)."
+        )
+    return load_dataset(config.data, config.data_folder)
+
+
+def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:
+    if models is None and config.models.startswith(PYTHON):
+        raise InputError(
+            f"the networks '{config.models.removeprefix(PYTHON)}' came from Python; hand them over again: "
+            "polyfed.resume(run, models=…)."
+        )
+    return resolve(config.models if models is None else models)
+
+
+def _auxiliary(config: Experiment, architectures: Sequence[Architecture], dataset: Dataset) -> Architecture:
+    if config.auxiliary is not None:
+        return resolve(config.auxiliary)[0]
+    return smallest(architectures, dataset.input_shape, dataset.classes)

@@ -1,0 +1,222 @@
+"""An experiment as one validated object: from a YAML file, from the command line or from Python; YAML out."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from polyfed.errors import InputError, unknown_name
+from polyfed.methods import find_method
+from polyfed.methods.base import Training
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "epochs": 1, "batch_size": 64, "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "clip": None, "augment": False,
+    },
+    "released-code": {
+        "epochs": 10, "batch_size": 512, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0,
+        "augment": True,
+    },
+}  # fmt: skip
+"""Training settings: what the papers' texts say, and what the code behind their numbers does."""
+
+SHORTCUTS = ("epochs", "batch_size", "lr")
+"""Training settings that may stand at the top level of an experiment."""
+
+
+class Experiment(BaseModel):
+    """Everything that determines a run's numbers, and a few settings that do not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    method: dict[str, Any] = Field(description="name and options of the method")
+    data: str = Field("digits", description="a dataset's name, or npz:PATH")
+    data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
+    partition: Literal["shares", "pathological", "dirichlet", "iid"] = Field(
+        "shares", description="how samples are dealt out to clients"
+    )
+    classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
+    alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")
+    split: str = Field("8:1:1", description="train:validation:test within each client, or a paper's name")
+    clients: int = Field(10, ge=1, description="clients in the federation")
+    participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
+    models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")
+    assignment: Literal["cycle", "random"] = Field("cycle", description="how networks are dealt out to clients")
+    features: int | None = Field(None, ge=1, description="features every extractor gives; none: its own number")
+    match_features: Literal["pool", "project"] = Field(
+        "pool", description="reach that number by pooling along features or by a learned projection"
+    )
+    auxiliary: str | None = Field(
+        None, description="the homogeneous network of mutual-learning methods; none: the smallest of the models"
+    )
+    start: Literal["architecture", "client"] = Field(
+        "architecture", description="clients of one architecture start from the same weights, or each from its own"
+    )
+    rounds: int = Field(20, ge=1, description="rounds of communication")
+    training: Training = Field(default_factory=Training, description="how clients train")
+    seed: int = Field(0, ge=0, description="everything random in the run follows from it")
+    evaluate: Literal["after-training", "after-download"] = Field(
+        "after-training", description="score clients as they are, or as if each had just received the next download"
+    )
+    eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
+    min_replies: int = Field(1, ge=1, description="sound replies that a round needs")
+    engine: Literal["auto", "sequential", "threads"] = Field("auto", description="where clients train")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    workers: int | None = Field(None, ge=1, description="threads of the threads engine; none: one per core")
+    memory_budget: float | None = Field(
+        None, gt=0, description="gigabytes of client states kept in memory; none: half of the machine's"
+    )
+    checkpoint_every: int | None = Field(
+        None, ge=1, description="rounds between checkpoints; none: as often as costs at most 3 % of the time"
+    )
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _complete_method(cls, value: object) -> dict[str, Any]:
+        """A name alone means that method with its defaults; options are checked against the method's own config."""
+        given: dict[str, Any] = (
+            {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
+        )
+        name = given.pop("name", None)
+        if not isinstance(name, str):
+            raise InputError(
+                "the experiment names no method; add 'method: fedproto' or another name from `polyfed methods`."
+            )
+        try:
+            config = find_method(name).Config(**given)
+        except ValidationError as error:
+            raise one_sentence(error, find_method(name).Config, f"method.{{}} of {name}") from error
+        return {"name": name, **config.model_dump(mode="json")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normal_form(cls, values: Any) -> Any:
+        """Accept hyphens, training's shortcuts at the top level, a preset; drop what a run's record adds."""
+        if not isinstance(values, Mapping):
+            raise InputError("an experiment is a mapping of names to values, such as 'method: fedproto'.")
+        flat = {str(name).replace("-", "_"): value for name, value in values.items()}
+        flat.pop("versions", None)
+        given = flat.pop("training", None) or {}
+        if isinstance(given, Training):
+            given = given.model_dump()
+        training = {str(name).replace("-", "_"): value for name, value in dict(given).items()}
+        preset = flat.pop("preset", None)
+        if preset is not None:
+            if preset not in PRESETS:
+                raise unknown_name("preset", str(preset), PRESETS)
+            training = {**PRESETS[preset], **training}
+        training |= {name: flat.pop(name) for name in SHORTCUTS if flat.get(name) is not None}
+        return {**flat, "training": training}
+
+    @property
+    def participants(self) -> int:
+        """How many clients take part in a round: at least one."""
+        return max(1, math.floor(self.participation * self.clients + 1e-9))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The method's options without its name."""
+        return {name: value for name, value in self.method.items() if name != "name"}
+
+    def to_yaml(self) -> str:
+        """The complete experiment, with the versions it ran on; `polyfed run` takes it back."""
+        versions = {name: version(name) for name in ("polyfed", "torch", "torchvision", "numpy")}
+        content = {**self.model_dump(mode="json"), "versions": {"python": platform.python_version(), **versions}}
+        return yaml.safe_dump(content, sort_keys=False)
+
+
+def experiment(**values: Any) -> Experiment:
+    """A checked experiment; whatever is wrong is one sentence.
+
+    >>> experiment(method="fedproto", rounds=5, lr=0.1).training.lr
+    0.1
+    """
+    try:
+        return Experiment(**values)
+    except ValidationError as error:
+        raise one_sentence(error, Experiment, "{}") from error
+
+
+def read_experiment(path: Path, **changes: Any) -> Experiment:
+    """The experiment in a YAML file, with some values replaced."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
+    except yaml.YAMLError as error:
+        detail = " ".join(str(error).split())
+        raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
+    if not isinstance(content, dict):
+        raise InputError(f"'{path}' holds no experiment; it needs names and values, such as 'method: fedproto'.")
+    return experiment(**merged(content, changes))
+
+
+def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The content with changes laid over it; options of the method and the training are replaced one by one."""
+    result = {str(name).replace("-", "_"): value for name, value in content.items()}
+    for name, value in changes.items():
+        before = result.get(name)
+        if name == "method" and isinstance(before, str):
+            before = {"name": before}
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            result[name] = {**before, **value}
+        else:
+            result[name] = value
+        if name in SHORTCUTS and isinstance(result.get("training"), Mapping):
+            result["training"] = {key: kept for key, kept in result["training"].items() if key != name}
+    return result
+
+
+def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> InputError:
+    """The first complaint of a validation as one sentence that names the field, the value and what is allowed."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    name = label.format(".".join(path) or "value")
+    if first["type"] == "extra_forbidden":
+        owner = model if len(path) == 1 else Training
+        problem = unknown_name("setting", path[-1], owner.model_fields)
+        return InputError(str(problem).replace(f"'{path[-1]}'", f"'{name}'", 1))
+    if first["type"] == "missing":
+        return InputError(f"{name} is missing.")
+    return InputError(f"{name} is {first['input']!r}, but {allowed(model, path, first['msg'])}.")
+
+
+def allowed(model: type[BaseModel], path: list[str], message: str) -> str:
+    """What a field takes, in words: its range or its choices."""
+    for part in path[:-1]:
+        nested = model.model_fields[part].annotation if part in model.model_fields else None
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            model = nested
+    described = describe_range(model, path[-1]) if path[-1] in model.model_fields else ""
+    return f"must be {described}" if described else message[:1].lower() + message[1:]
+
+
+def describe_range(model: type[BaseModel], name: str) -> str:
+    """The values a field takes, in words.
+
+    >>> describe_range(Experiment, "participation"), describe_range(Experiment, "assignment")
+    ('a number greater than 0 and at most 1', 'one of cycle, random')
+    """
+    info = model.model_fields[name]
+    choices = [c for c in (info.annotation, *get_args(info.annotation)) if getattr(c, "__origin__", None) is Literal]
+    if choices:
+        return "one of " + ", ".join(str(choice) for choice in get_args(choices[0]))
+    types = {info.annotation, *get_args(info.annotation)}
+    kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+    noun = next((noun for kind, noun in kinds.items() if kind in types), "")
+    words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+    limits = [
+        f"{word} {getattr(limit, key):g}"
+        for limit in info.metadata
+        for key, word in words.items()
+        if hasattr(limit, key)
+    ]
+    text = " ".join(part for part in (noun, " and ".join(limits)) if part)
+    return f"{text}, or none" if text and type(None) in types else text

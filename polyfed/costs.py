@@ -1,0 +1,71 @@
+"""What a round costs: floating-point operations, counted on the real networks, never estimated by hand.
+
+`torch.utils.flop_counter` runs each phase's loss and its gradient once per architecture; a client's round is that
+number times its samples and epochs. Matrix products and convolutions count (two operations per multiply-add);
+element-wise work and the server's steps do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from polyfed.data import ClientData
+from polyfed.methods.base import Batch, Method, Phase
+from polyfed.methods.network import ClientNetwork
+
+_SAMPLES = 2  # batch norm needs two
+
+
+@dataclass(frozen=True)
+class ClientFlops:
+    """Operations per sample of each phase, and of the pass that gathers class statistics."""
+
+    phases: dict[str, float]
+    collect: float
+
+    def of_round(self, phases: Sequence[Phase], data: ClientData) -> int:
+        """Operations of one client in one round."""
+        samples = len(data.train)
+        training = sum(
+            self.phases[phase.name] * phase.epochs * round(samples * (phase.part[1] - phase.part[0]))
+            for phase in phases
+        )
+        return round(training + self.collect * samples)
+
+
+def measure(network: ClientNetwork, method: Method) -> ClientFlops:
+    """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
+    # engines.local imports this module for ClientFlops.
+    from polyfed.engines.local import prepare
+
+    device = next(network.parameters()).device
+    x = torch.zeros(_SAMPLES, *method.task.input_shape, device=device)
+    y = torch.zeros(_SAMPLES, dtype=torch.int64, device=device)
+
+    def step(phase: Phase) -> None:
+        prepare(network, phase)
+        drawn = phase.draw(torch.Generator().manual_seed(0), _SAMPLES) if phase.draw else {}
+        view = x if phase.views == 2 else None
+        outcome = phase.loss(network, Batch(x, y, view=view, drawn={k: v.to(device) for k, v in drawn.items()}))
+        values = outcome[0] if isinstance(outcome, tuple) else outcome
+        values.mean().backward()
+        network.zero_grad(set_to_none=True)
+
+    def gather() -> Tensor | None:
+        with torch.no_grad():
+            return method.collect.of(network.eval(), x) if method.collect else None
+
+    phases = {phase.name: _count(partial(step, phase)) for phase in method.phases()}
+    return ClientFlops(phases, _count(gather))
+
+
+def _count(work: Callable[[], object]) -> float:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return float(counter.get_total_flops()) / _SAMPLES

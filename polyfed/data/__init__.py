@@ -1,0 +1,31 @@
+"""Data: where images come from (`sources`), who gets which (`partitions`), how a batch is made and augmented.
+
+A `Dataset` holds all images once; a client is three lists of indices into it:
+
+    dataset = load_dataset("cifar10")
+    clients = partition(dataset, "shares", clients=10, classes_per_client=2, seed=0)
+    images, labels = dataset.batch(clients[0].train[:64])
+"""
+
+from polyfed.data.arrays import from_arrays, from_torch_dataset
+from polyfed.data.augment import Augmentation
+from polyfed.data.dataset import ClientData, Dataset
+from polyfed.data.files import save_npz
+from polyfed.data.partitions import PARTITIONS, SPLITS, partition
+from polyfed.data.sources import SOURCES, Source, default_folder, load_dataset
+
+__all__ = [
+    "PARTITIONS",
+    "SOURCES",
+    "SPLITS",
+    "Augmentation",
+    "ClientData",
+    "Dataset",
+    "Source",
+    "default_folder",
+    "from_arrays",
+    "from_torch_dataset",
+    "load_dataset",
+    "partition",
+    "save_npz",
+]

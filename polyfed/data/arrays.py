@@ -1,0 +1,208 @@
+"""Datasets from what a user already holds: numpy arrays, torch tensors, any torch dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.data.dataset import Dataset
+from polyfed.errors import InputError
+
+Array = NDArray[Any] | Tensor
+"""A numpy array or a torch tensor."""
+
+
+class TorchDataset(Protocol):
+    """What is asked of a torch dataset: a length, and pairs (image, label) by position."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def from_arrays(
+    x: Array,
+    y: Array,
+    x_test: Array | None = None,
+    y_test: Array | None = None,
+    name: str = "arrays",
+    *,
+    classes: int | None = None,
+) -> Dataset:
+    """A dataset from numpy arrays or torch tensors.
+
+    `uint8` images may be N,H,W or N,H,W,C or N,C,H,W; they are normalised with the mean and standard deviation per
+    channel of `x`. Float arrays of any shape are used as they are. Labels are integers 0 … C − 1, each of which
+    occurs; give `classes` if some do not occur in these samples. Samples of `x_test` become the official test set.
+
+    >>> dataset = from_arrays(np.zeros((4, 28, 28), np.uint8), np.array([0, 1, 2, 0]))
+    >>> dataset.input_shape, dataset.classes
+    ((1, 28, 28), 3)
+    """
+    images, labels, official_test = join_arrays(x, y, x_test, y_test, name)
+    return measured_dataset(images, labels, official_test, name, classes)
+
+
+def from_torch_dataset(
+    train: TorchDataset, test: TorchDataset | None = None, name: str = "dataset", *, classes: int | None = None
+) -> Dataset:
+    """A dataset from any torch dataset of pairs (image, label); every sample is read once.
+
+    Pictures (PIL) and `uint8` arrays become `uint8` images; float tensors stay floats, as the dataset's transform
+    made them, so give it no random transform: `Augmentation` draws anew in every round.
+    """
+    x, y = _read_samples(train, name)
+    x_test, y_test = _read_samples(test, name) if test is not None else (None, None)
+    listed = getattr(train, "classes", None)  # torchvision's datasets list their class names
+    if classes is None and isinstance(listed, Sequence):
+        classes = len(listed)
+    return from_arrays(x, y, x_test, y_test, name, classes=classes)
+
+
+def join_arrays(
+    x: Array, y: Array, x_test: Array | None, y_test: Array | None, name: str
+) -> tuple[Tensor, Tensor, int]:
+    """Images and labels as a `Dataset` wants them, test samples last, and how many of these there are."""
+    if (x_test is None) != (y_test is None):
+        raise InputError(f"dataset '{name}' has only one of x_test and y_test: give both or neither.")
+    images, labels = _images(x, name), _labels(y, name)
+    _check_pairs(images, labels, name)
+    if x_test is None or y_test is None:
+        return images, labels, 0
+    test_images, test_labels = _images(x_test, name), _labels(y_test, name)
+    _check_pairs(test_images, test_labels, name)
+    if test_images.dtype != images.dtype or test_images.shape[1:] != images.shape[1:]:
+        raise InputError(
+            f"dataset '{name}' has {images.dtype} training samples of shape {tuple(images.shape[1:])} but "
+            f"{test_images.dtype} test samples of shape {tuple(test_images.shape[1:])}: make them alike."
+        )
+    return torch.cat([images, test_images]), torch.cat([labels, test_labels]), len(test_labels)
+
+
+def measured_dataset(images: Tensor, labels: Tensor, official_test: int, name: str, classes: int | None) -> Dataset:
+    """A dataset that is normalised with the statistics of its own training images."""
+    training = images[: len(images) - official_test]
+    mean, std = channel_statistics(training) if images.dtype == torch.uint8 else ((), ())
+    classes = _count_classes(labels, name) if classes is None else classes
+    return Dataset(name, images, labels, classes, mean, std, official_test)
+
+
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of `uint8` images [n, channels, height, width], scaled to [0, 1].
+
+    Counts how often each of the 256 values occurs, so no float copy of the images is made. A channel of one single
+    value gets the standard deviation 1, which keeps it finite.
+    """
+    values = torch.arange(256, dtype=torch.float64) / 255
+    counts = torch.zeros(images.shape[1], 256, dtype=torch.int64)
+    for start in range(0, len(images), 1000):  # in steps, because bincount widens what it counts to int64
+        for channel, pixels in enumerate(images[start : start + 1000].unbind(1)):
+            counts[channel] += torch.bincount(pixels.reshape(-1), minlength=256)
+    frequencies = counts.double() / counts.sum(dim=1, keepdim=True)
+    means = frequencies @ values
+    deviations = (frequencies * (values - means.unsqueeze(1)) ** 2).sum(dim=1).sqrt()
+    deviations[deviations < 1e-6] = 1.0
+    return tuple(means.tolist()), tuple(deviations.tolist())
+
+
+def channels_first(images: Tensor) -> Tensor:
+    """`uint8` images as [n, channels, height, width], whichever of the usual layouts they have.
+
+    A last axis of 1 or 3 holds the channels; failing that a second axis of 1 or 3; failing that the shorter of both.
+    """
+    if images.ndim == 3:
+        return images.unsqueeze(1)
+    second, last = images.shape[1], images.shape[3]
+    channels_last = last in (1, 3) or (second not in (1, 3) and last < second)
+    return images.permute(0, 3, 1, 2) if channels_last else images
+
+
+def _images(x: Array, name: str) -> Tensor:
+    """Samples as a contiguous tensor: `uint8` [n, channels, height, width] or `float32` [n, …]."""
+    tensor = _tensor(x, "images", name)
+    if tensor.ndim == 0 or len(tensor) == 0:
+        raise InputError(f"dataset '{name}' has no samples: give at least one.")
+    if tensor.is_floating_point():
+        tensor = tensor.to(torch.float32).contiguous()
+        if tensor.ndim < 2 or not bool(torch.isfinite(tensor).all()):
+            raise InputError(
+                f"dataset '{name}' has float data of shape {tuple(tensor.shape)} that cannot be used: give finite "
+                f"numbers of shape [samples, …]."
+            )
+        return tensor
+    if tensor.dtype != torch.uint8 or tensor.ndim not in (3, 4):
+        raise InputError(
+            f"dataset '{name}' has {tensor.dtype} data of shape {tuple(tensor.shape)}: give uint8 images "
+            f"(N,H,W or N,H,W,C or N,C,H,W) or float arrays."
+        )
+    return channels_first(tensor).contiguous()
+
+
+def _labels(y: Array, name: str) -> Tensor:
+    """Labels as `int64` [n]; a column [n, 1] is accepted too."""
+    tensor = _tensor(y, "labels", name)
+    if tensor.ndim == 2 and tensor.shape[1] == 1:
+        tensor = tensor.squeeze(1)
+    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InputError(
+            f"dataset '{name}' has {tensor.dtype} labels of shape {tuple(tensor.shape)}: give one integer per sample."
+        )
+    return tensor.to(torch.int64).contiguous()
+
+
+def _tensor(values: Array, what: str, name: str) -> Tensor:
+    """A tensor of its own on the CPU: the caller may change its array later, the dataset must not change with it."""
+    if isinstance(values, Tensor):
+        return values.detach().to("cpu", copy=True)
+    array = np.asarray(values)
+    try:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+    except TypeError:
+        raise InputError(
+            f"dataset '{name}' has {what} of type {array.dtype}: give an array of uint8, integers or floats."
+        ) from None
+
+
+def _check_pairs(images: Tensor, labels: Tensor, name: str) -> None:
+    if len(images) != len(labels):
+        raise InputError(
+            f"dataset '{name}' has {len(images)} samples but {len(labels)} labels: give one label per sample."
+        )
+
+
+def _count_classes(labels: Tensor, name: str) -> int:
+    """The number of classes, where labels are 0 … C − 1 and all occur; this catches labels that start at 1."""
+    present = torch.unique(labels)
+    classes = int(present[-1]) + 1
+    if int(present[0]) < 0 or len(present) != classes:
+        raise InputError(
+            f"dataset '{name}' has {len(present)} different labels from {int(present[0])} to {classes - 1}: number "
+            f"them 0 to {len(present) - 1}, or say how many classes there are if some do not occur here."
+        )
+    return classes
+
+
+def _read_samples(samples: TorchDataset, name: str) -> tuple[Tensor, Tensor]:
+    """Every sample of a torch dataset, stacked."""
+    pairs = [samples[position] for position in range(len(samples))]
+    if not pairs:
+        raise InputError(f"dataset '{name}' has no samples: give at least one.")
+    images = [_sample(pair[0]) for pair in pairs]
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        examples = " and ".join(str(shape) for shape in sorted(shapes)[:2])
+        raise InputError(f"dataset '{name}' has samples of different shapes, such as {examples}: resize them first.")
+    return torch.stack(images), torch.tensor([int(pair[1]) for pair in pairs], dtype=torch.int64)
+
+
+def _sample(image: Any) -> Tensor:
+    """One sample as a tensor; pictures and `uint8` arrays as [channels, height, width]."""
+    if hasattr(image, "convert") and hasattr(image, "mode"):  # a PIL picture, without importing PIL for the question
+        image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+        return torch.from_numpy(image.copy() if image.ndim == 2 else image.transpose(2, 0, 1).copy())
+    return image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))

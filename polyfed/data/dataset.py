@@ -1,0 +1,131 @@
+"""All images of a source, held once, and which of them belong to a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polyfed.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """All images of a source, held once; clients are lists of indices into it.
+
+    Images stay `uint8` until they are needed, which keeps sixty thousand of them in a quarter of the memory. Float
+    data of any shape (tables, features, images already normalised) are used as they are.
+
+    >>> dataset = Dataset("two", torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), 2, (0.5,), (0.5,))
+    >>> images, labels = dataset.batch(torch.tensor([1]))
+    >>> images.shape, float(images[0, 0, 0, 0]), labels.tolist()
+    (torch.Size([1, 1, 4, 4]), -1.0, [1])
+    """
+
+    name: str
+    images: Tensor
+    """`uint8` [samples, channels, height, width], or `float32` [samples, …]."""
+    labels: Tensor
+    """`int64` [samples], values 0 … classes − 1."""
+    classes: int
+    mean: tuple[float, ...] = ()
+    """Per channel, of pixels scaled to [0, 1]; empty for float data."""
+    std: tuple[float, ...] = ()
+    official_test: int = 0
+    """The last so many samples are the source's own test set; 0: it has none."""
+    _scalings: dict[torch.device, tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_images(self)
+        _check_labels(self)
+        if not 0 <= self.official_test < len(self.labels):
+            raise InputError(
+                f"dataset '{self.name}' names {self.official_test} of its {len(self.labels)} samples as the official "
+                f"test set: that must be at least 0 and leave a sample for training."
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample, as a network sees it."""
+        return tuple(self.images.shape[1:])
+
+    def batch(self, indices: Tensor, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """The normalised `float32` images and the labels at these indices, on the device (default: the dataset's).
+
+        Training on a CPU calls this for every batch, so pixels are gathered and moved as bytes and normalised last.
+        """
+        indices = indices.to(self.images.device)
+        images, labels = self.images.index_select(0, indices), self.labels.index_select(0, indices)
+        if device is not None:
+            images, labels = images.to(device), labels.to(device)
+        return self.normalise(images), labels
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """(pixel / 255 − mean) / std for `uint8` images [..., channels, height, width]; float data pass unchanged."""
+        if images.dtype != torch.uint8:
+            return images
+        scale, shift = self._scaling(images.device)
+        # In place on the fresh float copy: measured four times faster than the three-step formula.
+        return images.to(torch.float32).mul_(scale).add_(shift)
+
+    def _scaling(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Normalisation as one multiplication and one addition, kept per device."""
+        if device not in self._scalings:
+            mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
+            scale, shift = 1 / (255 * std), -mean / std
+            self._scalings[device] = (scale.to(device, torch.float32), shift.to(device, torch.float32))
+        return self._scalings[device]
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """Which samples one client owns: three `int64` index tensors into a `Dataset`, without overlap."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+    def __len__(self) -> int:
+        return len(self.train) + len(self.validation) + len(self.test)
+
+
+def _check_images(dataset: Dataset) -> None:
+    """Images have a known type, and pixels have as many means as channels."""
+    images, name = dataset.images, dataset.name
+    if images.ndim < 2 or len(images) == 0:
+        raise InputError(f"dataset '{name}' has no samples: give at least one, not shape {tuple(images.shape)}.")
+    if images.dtype == torch.float32:
+        if dataset.mean or dataset.std:
+            raise InputError(f"dataset '{name}' holds floats, which are used as they are: leave mean and std empty.")
+        return
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise InputError(
+            f"dataset '{name}' has {images.dtype} images of shape {tuple(images.shape)}: give uint8 images "
+            f"[samples, channels, height, width] or float32 data."
+        )
+    channels = images.shape[1]
+    if len(dataset.mean) != channels or len(dataset.std) != channels or min(dataset.std) <= 0:
+        raise InputError(
+            f"dataset '{name}' has {channels} channel(s), mean {dataset.mean} and std {dataset.std}: give one mean "
+            f"and one positive std per channel."
+        )
+
+
+def _check_labels(dataset: Dataset) -> None:
+    """One `int64` label per image, each of them a class."""
+    labels, name = dataset.labels, dataset.name
+    if labels.dtype != torch.int64 or labels.shape != dataset.images.shape[:1]:
+        raise InputError(
+            f"dataset '{name}' has {len(dataset.images)} images and {labels.dtype} labels of shape "
+            f"{tuple(labels.shape)}: give one int64 label per image."
+        )
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= dataset.classes:
+        raise InputError(
+            f"dataset '{name}' has labels from {low} to {high} for {dataset.classes} classes: labels must be 0 to "
+            f"{dataset.classes - 1}."
+        )

@@ -1,0 +1,139 @@
+"""Readers of the file formats in which image datasets travel: npz archives, idx files, folders of pictures."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from polyfed.data.arrays import join_arrays
+from polyfed.data.dataset import Dataset
+from polyfed.errors import InputError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+"""The four files in which MNIST and its relatives are published, each perhaps with .gz at the end."""
+
+
+def read_npz(path: Path, name: str) -> tuple[Tensor, Tensor, int, int | None]:
+    """Images, labels, number of test samples and of classes, from an npz archive.
+
+    It holds x_train, y_train and perhaps x_test, y_test; or x, y. The number of classes is known if it also holds
+    class_names.
+    """
+    try:
+        # Without pickle: reading a file must never run code from it.
+        with np.load(path, allow_pickle=False) as archive:
+            wanted = ("x", "y", "x_train", "y_train", "x_test", "y_test", "class_names")
+            arrays: dict[str, NDArray[np.generic]] = {key: archive[key] for key in wanted if key in archive}
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}: give the path of an npz archive with x_train, y_train.") from None
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(
+            f"{path} cannot be read as an npz archive of plain arrays ({one_line(error)}): save it with "
+            f"numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)."
+        ) from error
+    training = ("x_train", "y_train") if "x_train" in arrays or "y_train" in arrays else ("x", "y")
+    missing = [key for key in training if key not in arrays]
+    if missing:
+        raise InputError(f"{path} lacks {' and '.join(missing)}: save x_train, y_train, x_test, y_test or x, y in it.")
+    x, y = (arrays[key] for key in training)
+    images, labels, official_test = join_arrays(x, y, arrays.get("x_test"), arrays.get("y_test"), name)
+    return images, labels, official_test, len(arrays["class_names"]) if "class_names" in arrays else None
+
+
+def save_npz(dataset: Dataset, path: Path | str) -> None:
+    """Write a dataset as the npz archive that `load_dataset` reads, to carry it to a machine without a network."""
+    images, labels = dataset.images.cpu().numpy(), dataset.labels.cpu().numpy()
+    training = len(dataset) - dataset.official_test
+    arrays = {"x_train": images[:training], "y_train": labels[:training]}
+    if dataset.official_test:
+        arrays |= {"x_test": images[training:], "y_test": labels[training:]}
+    with Path(path).open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def find_idx_folder(folders: Sequence[Path]) -> Path | None:
+    """The first folder that holds all four idx files, packed or not."""
+    for folder in folders:
+        if all(_idx_path(folder, file) for file in IDX_FILES):
+            return folder
+    return None
+
+
+def read_idx_folder(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, test images and labels, from the four idx files of a folder."""
+    x_train, y_train, x_test, y_test = (read_idx(_idx_path(folder, file) or folder / file) for file in IDX_FILES)
+    return x_train, y_train, x_test, y_test
+
+
+def read_idx(path: Path) -> Tensor:
+    """The bytes of an idx file (perhaps gzipped), in the shape its header states."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read ({one_line(error)}): fetch the file again.") from error
+    # The header: two zero bytes, 8 for unsigned bytes, the number of axes, then each axis as a big-endian integer.
+    axes = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
+    start = 4 + 4 * axes
+    shape = [int.from_bytes(content[position : position + 4], "big") for position in range(4, start, 4)]
+    if axes == 0 or len(content) != start + math.prod(shape):
+        raise InputError(f"{path} is not a complete idx file of unsigned bytes: fetch the file again.")
+    return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).reshape(shape)
+
+
+def read_class_folders(folder: Path, size: tuple[int, int], name: str) -> tuple[Tensor, Tensor, int]:
+    """Pictures from FOLDER/CLASS/images/*.JPEG: images, labels by the classes' sorted names, number of classes."""
+    classes = sorted(entry for entry in folder.iterdir() if (entry / "images").is_dir())
+    paths, labels = [], []
+    for label, entry in enumerate(classes):
+        pictures = sorted((entry / "images").glob("*.JPEG"))
+        paths += pictures
+        labels += [label] * len(pictures)
+    if not paths:
+        raise InputError(f"dataset '{name}' has no pictures CLASS/images/*.JPEG in {folder}: unpack its archive there.")
+    images = np.stack(read_many(lambda path: read_picture(path, size), paths))
+    return torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64), len(classes)
+
+
+def read_picture(path: Path, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """One picture file as `uint8` [3, height, width], resized if its size is another."""
+    try:
+        with Image.open(path) as image:
+            colours = image.convert("RGB")
+    except (OSError, SyntaxError) as error:
+        raise InputError(f"{path} cannot be read as a picture ({one_line(error)}): fetch the file again.") from error
+    height, width = size
+    if colours.size != (width, height):
+        colours = colours.resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(colours, dtype=np.uint8).transpose(2, 0, 1)
+
+
+def read_many(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Read many pictures, several at a time: decoding leaves Python free meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(read, items))
+
+
+def one_line(error: BaseException) -> str:
+    """The first sentence of an error's own words, short enough to stand inside a sentence."""
+    words = " ".join(str(error).split()).split(". ")[0].rstrip(".") or type(error).__name__
+    return words if len(words) <= 160 else words[:157] + "..."
+
+
+def _idx_path(folder: Path, file: str) -> Path | None:
+    """The file in that folder, packed or not."""
+    return next((path for path in (folder / file, folder / f"{file}.gz") if path.is_file()), None)

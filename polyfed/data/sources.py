@@ -1,0 +1,245 @@
+"""Where images come from: each source is one function from a folder to a `Dataset`."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.data.arrays import from_arrays, from_torch_dataset, join_arrays, measured_dataset
+from polyfed.data.dataset import Dataset
+from polyfed.data.files import (
+    find_idx_folder,
+    one_line,
+    read_class_folders,
+    read_idx_folder,
+    read_many,
+    read_npz,
+    save_npz,
+)
+from polyfed.errors import InputError, unknown_name
+
+__all__ = ["SOURCES", "Source", "default_folder", "from_arrays", "from_torch_dataset", "load_dataset", "save_npz"]
+
+FOLDER_VARIABLE = "POLYFED_DATA"
+"""The environment variable that names the folder of datasets."""
+
+SYSTEM_FOLDER = Path("/usr/share/datasets")
+"""Where Debian's package dataset-fashion-mnist puts its files."""
+
+DOWNLOAD_PATIENCE = 15.0
+"""Seconds without an answer after which a download gives up."""
+
+DOWNLOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, tarfile.TarError, zipfile.BadZipFile)
+"""What torchvision raises for a missing file, a missing network or a broken archive."""
+
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
+
+# Those of the released pFedES code, which normalises MNIST like the first channel of CIFAR-100.
+IMAGENET: Normalisation = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CIFAR100: Normalisation = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+MNIST: Normalisation = ((0.5071,), (0.2673,))
+# That of the released FedTGP code.
+HALF_GREY: Normalisation = ((0.5,), (0.5,))
+HALF_COLOUR: Normalisation = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that images come from, as `polyfed datasets` shows it."""
+
+    name: str
+    title: str
+    """What the images show."""
+    samples: int
+    """How many there are; 0: the file decides."""
+    classes: int
+    """0: the file decides."""
+    input_shape: tuple[int, ...]
+    """Channels, height, width; empty: the file decides."""
+    obtained: str
+    """How one gets the data."""
+    normalisation: Normalisation
+    """Mean and standard deviation per channel; empty: computed from the images."""
+    load: Callable[[Source, Path, bool], Dataset]
+    """From this entry, a folder and whether a download is allowed to the dataset."""
+
+    def dataset(self, images: Tensor, labels: Tensor, official_test: int = 0) -> Dataset:
+        """A dataset with this source's name, classes and normalisation."""
+        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.input_shape:
+            raise InputError(
+                f"dataset '{self.name}' has uint8 images of shape {self.input_shape}, but {images.dtype} samples of "
+                f"shape {tuple(images.shape[1:])} were found under its name: use other data as npz:PATH."
+            )
+        return Dataset(self.name, images, labels, self.classes, *self.normalisation, official_test)
+
+
+def default_folder() -> Path:
+    """The folder of datasets: the environment variable POLYFED_DATA, else ./data."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "data")
+
+
+def load_dataset(name: str, folder: Path | str | None = None, download: bool = True) -> Dataset:
+    """The dataset of that name, from the folder (default: POLYFED_DATA, else ./data).
+
+    NAME.npz in the folder (with x_train, y_train, x_test, y_test) is used first: that is the way to provide any
+    dataset without a network. `npz:PATH` reads an archive of one's own.
+
+    >>> load_dataset("digits").input_shape
+    (1, 28, 28)
+    """
+    own = name.startswith("npz:")
+    source = SOURCES.get("npz:PATH" if own else name.lower())
+    if source is None:
+        raise unknown_name("dataset", name, SOURCES)
+    place = Path(default_folder() if folder is None else folder).expanduser()
+    archive = place / f"{source.name}.npz"
+    if not own and archive.is_file():
+        images, labels, official_test, _ = read_npz(archive, source.name)
+        return source.dataset(images, labels, official_test)
+    return source.load(replace(source, name=name) if own else source, place, download)
+
+
+def _digits(source: Source, folder: Path, download: bool) -> Dataset:
+    """scikit-learn's own digits, 8×8 with values 0 … 16, drawn larger so that the papers' networks accept them."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    small = torch.from_numpy(pixels.astype(np.float32)).reshape(-1, 1, 8, 8) * (255 / 16)
+    large = torch.nn.functional.interpolate(small, size=source.input_shape[1:], mode="bilinear", align_corners=False)
+    return source.dataset(large.round().to(torch.uint8), torch.from_numpy(labels.astype(np.int64)))
+
+
+def _mnist_like(source: Source, folder: Path, download: bool) -> Dataset:
+    """MNIST or Fashion-MNIST: idx files where people keep them, else torchvision's download."""
+    from torchvision import datasets
+
+    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[source.name]
+    # The second is torchvision's own layout.
+    places = [folder / source.name, folder / kind.__name__ / "raw", SYSTEM_FOLDER / source.name]
+    found = find_idx_folder(places)
+    if found is None:
+        return _torchvision_pair(source, kind, folder, download)
+    return source.dataset(*join_arrays(*read_idx_folder(found), source.name))
+
+
+def _cifar(source: Source, folder: Path, download: bool) -> Dataset:
+    """CIFAR-10 or CIFAR-100 through torchvision."""
+    from torchvision import datasets
+
+    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[source.name]
+    return _torchvision_pair(source, kind, folder, download)
+
+
+def _flowers(source: Source, folder: Path, download: bool) -> Dataset:
+    """Flowers102 through torchvision: its training, validation and test pictures, resized."""
+    from PIL import Image
+    from torchvision import datasets
+
+    height, width = source.input_shape[1:]
+
+    def resized(image: Image.Image) -> NDArray[np.uint8]:
+        colours = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+        return np.asarray(colours).transpose(2, 0, 1)
+
+    with _fetching(source, folder, download):
+        kinds = ("train", "val", "test")
+        parts = [datasets.Flowers102(folder, split=kind, transform=resized, download=download) for kind in kinds]
+        places = [(part, position) for part in parts for position in range(len(part))]
+        samples = read_many(lambda place: place[0][place[1]], places)
+    images = torch.from_numpy(np.stack([image for image, _ in samples]))
+    return source.dataset(images, torch.tensor([label for _, label in samples]), official_test=len(parts[-1]))
+
+
+def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
+    """The training pictures of Tiny-ImageNet, from its unpacked archive."""
+    place = folder / "tiny-imagenet-200" / "train"
+    if not place.is_dir():
+        raise InputError(
+            f"dataset 'tiny-imagenet' is missing: there is no folder {place}, so unpack tiny-imagenet-200.zip of "
+            f"http://cs231n.stanford.edu in {folder}, or name another folder with {FOLDER_VARIABLE}."
+        )
+    height, width = source.input_shape[1:]
+    images, labels, classes = read_class_folders(place, (height, width), source.name)
+    return replace(source, classes=classes).dataset(images, labels)
+
+
+def _own_file(source: Source, folder: Path, download: bool) -> Dataset:
+    """A user's own archive, at the path in the name."""
+    path = Path(source.name.removeprefix("npz:")).expanduser()
+    images, labels, official_test, classes = read_npz(path, path.stem)
+    return measured_dataset(images, labels, official_test, path.stem, classes)
+
+
+def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, download: bool) -> Dataset:
+    """The arrays of a torchvision dataset that has a training and a test set."""
+    with _fetching(source, folder, download):
+        train, test = (kind(folder, train=part, download=download) for part in (True, False))
+        x, y, x_test, y_test = (torch.as_tensor(a) for a in (train.data, train.targets, test.data, test.targets))
+    return source.dataset(*join_arrays(x, y, x_test, y_test, source.name))
+
+
+@contextmanager
+def _fetching(source: Source, folder: Path, download: bool) -> Iterator[None]:
+    """Give up on a silent network soon, keep torchvision's remarks off the output, and explain what is missing."""
+    patience = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_PATIENCE)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    except DOWNLOAD_ERRORS as error:
+        tried = f"and the download failed ({one_line(error)})" if download else "and no download was allowed"
+        raise InputError(
+            f"dataset '{source.name}' is missing: {folder} holds neither {source.name}.npz nor complete torchvision "
+            f"files, {tried}; run once with a network, or put {source.name}.npz with x_train, y_train, x_test, y_test "
+            f"there, or name another folder with {FOLDER_VARIABLE}."
+        ) from error
+    finally:
+        socket.setdefaulttimeout(patience)
+
+
+_DOWNLOADED = "downloaded by torchvision"
+_ENTRIES = (
+    Source("digits", "handwritten digits", 1797, 10, (1, 28, 28), "comes with scikit-learn", HALF_GREY, _digits),
+    Source("mnist", "handwritten digits", 70_000, 10, (1, 28, 28), _DOWNLOADED, MNIST, _mnist_like),
+    Source(
+        "fashion-mnist",
+        "articles of clothing",
+        70_000,
+        10,
+        (1, 28, 28),
+        f"{_DOWNLOADED}, or Debian's package dataset-fashion-mnist",
+        HALF_GREY,
+        _mnist_like,
+    ),
+    Source("cifar10", "photographs of things and animals", 60_000, 10, (3, 32, 32), _DOWNLOADED, IMAGENET, _cifar),
+    Source("cifar100", "photographs of things and animals", 60_000, 100, (3, 32, 32), _DOWNLOADED, CIFAR100, _cifar),
+    Source("flowers102", "photographs of flowers", 8189, 102, (3, 64, 64), _DOWNLOADED, HALF_COLOUR, _flowers),
+    Source(
+        "tiny-imagenet",
+        "photographs of things and animals",
+        100_000,
+        200,
+        (3, 64, 64),
+        "unpack tiny-imagenet-200.zip in the folder of datasets",
+        HALF_COLOUR,
+        _tiny_imagenet,
+    ),
+    Source("npz:PATH", "a file of your own", 0, 0, (), "an npz with x_train, y_train, …", ((), ()), _own_file),
+)
+
+SOURCES: dict[str, Source] = {source.name: source for source in _ENTRIES}
+"""Every dataset by name, in the order in which `polyfed datasets` lists them."""

@@ -1,0 +1,31 @@
+"""Where clients live and train. An engine is one file; `base.py` says what it answers to the federation."""
+
+from __future__ import annotations
+
+from polyfed.engines.base import Engine, LocalEngine
+from polyfed.engines.local import Evaluation
+from polyfed.engines.population import Population
+from polyfed.engines.sequential import SequentialEngine
+from polyfed.engines.threads import ThreadsEngine
+
+ENGINES = ("auto", "sequential", "threads")
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Evaluation",
+    "LocalEngine",
+    "Population",
+    "SequentialEngine",
+    "ThreadsEngine",
+    "new_engine",
+]
+
+
+def new_engine(
+    name: str, population: Population, *, workers: int | None = None, memory_budget: int | None = None
+) -> Engine:
+    """The engine of that name; `auto` takes threads on a CPU and the sequential loop on a GPU."""
+    if name == "threads" or (name == "auto" and population.device.type == "cpu"):
+        return ThreadsEngine(population, workers=workers, memory_budget=memory_budget)
+    return SequentialEngine(population, memory_budget=memory_budget)

@@ -1,0 +1,146 @@
+"""What an engine is: it owns the clients' personal states and answers two questions, train these and evaluate these."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
+
+from polyfed.costs import ClientFlops, measure
+from polyfed.engines import local
+from polyfed.engines.local import Evaluation
+from polyfed.engines.population import Population, Workbench, state_of
+from polyfed.engines.store import ClientStore
+from polyfed.message import Message, State
+from polyfed.methods.base import Reply
+from polyfed.models import SplitNetwork
+
+
+class Engine(ABC):
+    """Trains and evaluates clients wherever they live. The federation sees messages and counts, never a model."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def train(
+        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+    ) -> list[Reply]:
+        """Each of these clients receives its download, trains and answers; replies in the order of client numbers.
+
+        `done` is called as each client finishes. A client that can't answer gives a reply with its `failure`.
+        """
+
+    @abstractmethod
+    def evaluate(
+        self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
+    ) -> dict[int, Evaluation]:
+        """Score these clients; with `downloads` as if each had just received its, without keeping it."""
+
+    @abstractmethod
+    def model(self, client: int) -> SplitNetwork:
+        """A copy of a client's private model, for its owner."""
+
+    @abstractmethod
+    def changed_clients(self) -> set[int]:
+        """Clients whose state changed since `mark_saved`."""
+
+    @abstractmethod
+    def mark_saved(self) -> None:
+        """All states are in a checkpoint now."""
+
+    @abstractmethod
+    def get_state(self, client: int) -> State:
+        """A client's state, to be written into a checkpoint."""
+
+    @abstractmethod
+    def set_state(self, client: int, state: State) -> None:
+        """Put a state back from a checkpoint."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release workers and files."""
+
+
+class LocalEngine(Engine):
+    """The common part of engines whose clients live in this process, each trained by `engines.local`."""
+
+    def __init__(self, population: Population, *, memory_budget: int | None = None) -> None:
+        self.population = population.on_device()
+        self._first: dict[str, State] = {}
+        self._beginners = Counter(architecture.name for architecture in population.architectures)
+        self._flops: dict[str, ClientFlops] = {}
+        self._building = threading.Lock()
+        budget = default_memory_budget() if memory_budget is None else memory_budget
+        self.store = ClientStore(self._first_state, budget, str(population.device))
+
+    def model(self, client: int) -> SplitNetwork:
+        network = self.population.new_network(client)
+        own = self.store.get(client)
+        for name, tensor in state_of(network).items():
+            tensor.copy_(own[name])
+        return network.model.cpu()
+
+    def changed_clients(self) -> set[int]:
+        return set(self.store.changed)
+
+    def mark_saved(self) -> None:
+        self.store.changed.clear()
+
+    def get_state(self, client: int) -> State:
+        return self.store.get(client)
+
+    def set_state(self, client: int, state: State) -> None:
+        self.store.put(client, {name: tensor.to(self.population.device) for name, tensor in state.items()})
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _train_one(self, bench: Workbench, client: int, message: Message, round: int) -> Reply:
+        beginner = not self.store.has(client)
+        state = self.store.take(client)
+        local.receive(self.population, client, state, message, round)
+        network = bench.network(client, state)
+        reply = local.train(self.population, client, network, round, self._client_flops(client))
+        self.store.put(client, state)
+        if beginner:
+            self._forget_first(client)
+        return reply
+
+    def _evaluate_one(self, bench: Workbench, client: int, message: Message | None, round: int) -> Evaluation:
+        state = self.store.get(client)
+        if message is not None:
+            state = {name: tensor.clone() for name, tensor in state.items()}
+            local.receive(self.population, client, state, message, round)
+        return local.evaluate(self.population, client, bench.network(client, state))
+
+    def _first_state(self, client: int) -> State:
+        if self.population.own_start:
+            return state_of(self.population.new_network(client))
+        name = self.population.architectures[client].name
+        with self._building:
+            if name not in self._first:
+                self._first[name] = state_of(self.population.new_network(client))
+            return self._first[name]
+
+    def _forget_first(self, client: int) -> None:
+        """Drop an architecture's first weights when all its clients have weights of their own."""
+        name = self.population.architectures[client].name
+        with self._building:
+            self._beginners[name] -= 1
+            if self._beginners[name] == 0:
+                self._first.pop(name, None)
+
+    def _client_flops(self, client: int) -> ClientFlops:
+        name = self.population.architectures[client].name
+        with self._building:
+            if name not in self._flops:
+                self._flops[name] = measure(self.population.new_network(client), self.population.method)
+            return self._flops[name]
+
+
+def default_memory_budget() -> int:
+    """Half of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,223 @@
+"""What one client does in a round, whoever it belongs to: receive, train, gather statistics, answer; and predict.
+
+This is the reference for every engine: a plain PyTorch loop over one client's batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.costs import ClientFlops
+from polyfed.data import Augmentation, ClientData
+from polyfed.engines.population import Population, state_of
+from polyfed.errors import DivergedError
+from polyfed.message import Message, State
+from polyfed.methods.base import Batch, Phase, Reply, Trained
+from polyfed.methods.network import ClientNetwork
+from polyfed.methods.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
+from polyfed.models import set_generator
+
+AUGMENTATION = Augmentation()
+EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How many of a client's samples are predicted rightly, by each way to predict that the method has."""
+
+    test: int
+    validation: int
+    test_correct: dict[str, int]
+    validation_correct: dict[str, int]
+
+    def accuracy(self, rule: str | None = None) -> float:
+        """Test accuracy, by default of the method's own rule; NaN for a client without test samples."""
+        return self._share(self.test_correct, self.test, rule)
+
+    def validation_accuracy(self, rule: str | None = None) -> float:
+        """Validation accuracy; NaN for a client without validation samples."""
+        return self._share(self.validation_correct, self.validation, rule)
+
+    @staticmethod
+    def _share(correct: dict[str, int], samples: int, rule: str | None) -> float:
+        return correct[rule or next(iter(correct))] / samples if samples else float("nan")
+
+
+def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
+    """Write a download into the client's state, in place; nothing of the message is kept by reference."""
+    moved = Message(
+        {name: tensor.to(population.device) for name, tensor in message.tensors.items()},
+        {name: tensor.to(population.device) for name, tensor in message.metadata.items()},
+    )
+    changed = population.method.receive(state, moved, population.knowledge(client, round))
+    for name, tensor in changed.items():
+        state[name].copy_(tensor)
+
+
+def train(population: Population, client: int, network: ClientNetwork, round: int, flops: ClientFlops) -> Reply:
+    """Train one client through the method's phases and return its answer; `network` holds the client's state."""
+    method, data = population.method, population.data[client]
+    set_generator(network, population.device_generator("dropout", round, client))
+    phases = method.phases()
+    results = [train_phase(population, client, network, phase, round) for phase in phases]
+    notes = [note for result in results for note in result.notes]
+    network.eval()
+    with torch.no_grad():
+        notes += method.inspect(network, next(batches(population, data.train[: population.training.batch_size])))
+        answer = Trained(
+            population.counts[client],
+            round,
+            state=state_of(network),
+            statistics=collect(population, data, network),
+            tracked=next((result.tracked for result in results if result.tracked), None),
+        )
+        message = method.upload(answer).snapshot()
+    losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
+    return Reply(client, message, losses[0] if losses else float("nan"), flops.of_round(phases, data), tuple(notes))
+
+
+@dataclass
+class PhaseResult:
+    """What came out of one phase: mean loss, class means of tracked vectors, remarks."""
+
+    loss: float = float("nan")
+    tracked: ClassStatistics | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def train_phase(population: Population, client: int, net: ClientNetwork, phase: Phase, round: int) -> PhaseResult:
+    """Minimise one phase's loss over the client's samples with SGD, whose state starts anew."""
+    training, device = population.training, population.device
+    samples = phase_samples(population, client, phase)
+    result = PhaseResult()
+    if len(samples) == 0:
+        return result
+    groups = prepare(net, phase)
+    parameters = [parameter for group in groups for parameter in group]
+    optimiser = torch.optim.SGD(
+        parameters, phase.lr or training.lr, training.momentum, weight_decay=training.weight_decay
+    )
+    single_allowed = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in net.modules())
+    bounded = [(parameter, phase.bounds[name]) for name, parameter in net.named_parameters() if name in phase.bounds]
+    order = population.generator(f"batches/{phase.name}", round, client)
+    visited, total = 0, torch.zeros((), device=device)
+    sums: Tensor | None = None
+    counts = torch.zeros(population.task.classes, dtype=torch.int64, device=device)
+    for _ in range(phase.epochs):
+        shuffled = samples[torch.randperm(len(samples), generator=order)]
+        for batch in batches(population, shuffled, phase, order):
+            if len(batch.y) == 1 and not single_allowed:
+                result.notes = [f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"]
+                continue
+            outcome = phase.loss(net, batch)
+            values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
+            optimiser.zero_grad(set_to_none=True)
+            values.mean().backward()
+            if training.clip is not None:
+                for group in groups:
+                    nn.utils.clip_grad_norm_(group, training.clip)
+            optimiser.step()
+            for parameter, (low, high) in bounded:
+                parameter.data.clamp_(low, high)
+            visited += len(batch.y)
+            total += values.detach().sum()
+            if vectors is not None:
+                sums = torch.zeros(len(counts), vectors.shape[1], device=device).double() if sums is None else sums
+                sums.index_add_(0, batch.y, vectors.detach().double())
+                counts += torch.bincount(batch.y, minlength=len(counts))
+        if not bool(torch.isfinite(total)):
+            raise DivergedError(
+                f"the loss of client {client} is no longer finite in round {round}, phase '{phase.name}': lower the "
+                "learning rate (--lr) or limit the gradient (--set training.clip=10)."
+            )
+    optimiser.zero_grad(set_to_none=True)
+    net.requires_grad_(False)
+    result.loss = float(total) / visited if visited else float("nan")
+    result.tracked = means_from_sums(sums, counts) if sums is not None else None
+    return result
+
+
+def prepare(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
+    """Set the phase's modules to training and all others to evaluation and frozen; parameters by trained module."""
+    net.eval().requires_grad_(False)
+    groups = []
+    for name in phase.trains:
+        module = net.get_submodule(name).train().requires_grad_(True)
+        groups.append(list(module.parameters()))
+    return groups
+
+
+def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:
+    """The training samples a phase sees: all, or a part of them that is the same in every round."""
+    samples = population.data[client].train
+    if phase.part == (0.0, 1.0):
+        return samples
+    shuffled = samples[torch.randperm(len(samples), generator=population.generator("parts", 0, client))]
+    start, stop = (round(len(samples) * edge) for edge in phase.part)
+    return shuffled[start:stop]
+
+
+def batches(
+    population: Population, samples: Tensor, phase: Phase | None = None, generator: torch.Generator | None = None
+) -> Iterator[Batch]:
+    """Batches of these samples in this order; augmented and with the phase's own draws where there is a phase."""
+    for chunk in samples.split(population.training.batch_size):
+        x, y = population.dataset.batch(chunk, population.device)
+        if phase is None or generator is None:
+            yield Batch(x, y)
+            continue
+        augment = phase.augment and (population.training.augment or phase.views == 2)
+        first = augmented(x, generator) if augment else x
+        view = augmented(x, generator) if phase.views == 2 else None
+        drawn = phase.draw(generator, len(y)) if phase.draw else {}
+        yield Batch(first, y, view=view, drawn={name: tensor.to(x.device) for name, tensor in drawn.items()})
+
+
+def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
+    """The images after one random draw of flip, erasing and crop."""
+    draws = AUGMENTATION.draw(generator, len(x), (x.shape[1], x.shape[2], x.shape[3]))
+    return AUGMENTATION.apply(x, {name: tensor.to(x.device) for name, tensor in draws.items()})
+
+
+def collect(population: Population, data: ClientData, net: ClientNetwork) -> ClassStatistics | None:
+    """The method's class statistics over all training samples, as they are (not augmented)."""
+    wanted = population.method.collect
+    if wanted is None:
+        return None
+    vectors, labels = [], []
+    for chunk in data.train.split(EVALUATION_BATCH):
+        x, y = population.dataset.batch(chunk, population.device)
+        vectors.append(wanted.of(net, x))
+        labels.append(y)
+    gather = class_covariances if wanted.covariance else class_means
+    return gather(torch.cat(vectors), torch.cat(labels), population.task.classes)
+
+
+def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluation:
+    """Count right predictions on the client's test and validation samples."""
+    data = population.data[client]
+    net.eval()
+    with torch.no_grad():
+        test, validation = (correct_predictions(population, net, part) for part in (data.test, data.validation))
+    rules = test or validation
+    return Evaluation(
+        len(data.test),
+        len(data.validation),
+        test or dict.fromkeys(rules, 0),
+        validation or dict.fromkeys(rules, 0),
+    )
+
+
+def correct_predictions(population: Population, net: ClientNetwork, samples: Tensor) -> dict[str, int]:
+    """How many of these samples each rule predicts rightly; empty if there are no samples."""
+    correct: dict[str, Tensor] = {}
+    for chunk in samples.split(EVALUATION_BATCH) if len(samples) else ():
+        x, y = population.dataset.batch(chunk, population.device)
+        for rule, scores in population.method.predict(net, x).items():
+            right = (scores.argmax(1) == y).sum()
+            correct[rule] = correct[rule] + right if rule in correct else right
+    return {rule: int(count) for rule, count in correct.items()}

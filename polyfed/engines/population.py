@@ -1,0 +1,105 @@
+"""The clients of a run, as an engine needs them: who has which network and which data, and how they train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.data import ClientData, Dataset
+from polyfed.message import State
+from polyfed.methods.base import Knowledge, Method, Task, Training
+from polyfed.methods.network import ClientNetwork
+from polyfed.models import Architecture
+from polyfed.seeds import derive, seeded, torch_generator
+
+
+@dataclass(frozen=True)
+class Population:
+    """Everything that is known about the clients before the first round."""
+
+    dataset: Dataset
+    data: list[ClientData]
+    architectures: list[Architecture]
+    """One per client."""
+    method: Method
+    seed: int
+    device: torch.device
+    own_start: bool = False
+    """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
+
+    @property
+    def task(self) -> Task:
+        return self.method.task
+
+    @property
+    def training(self) -> Training:
+        return self.method.training
+
+    @cached_property
+    def counts(self) -> list[Tensor]:
+        """Training samples per class of every client."""
+        return [torch.bincount(self.dataset.labels[d.train].cpu(), minlength=self.task.classes) for d in self.data]
+
+    def knowledge(self, client: int, round: int) -> Knowledge:
+        """What the client knows of its data in that round."""
+        return Knowledge(self.counts[client], round)
+
+    def on_device(self) -> Population:
+        """The same clients with all images on the compute device, so that a batch is one look-up there."""
+        moved = replace(
+            self.dataset, images=self.dataset.images.to(self.device), labels=self.dataset.labels.to(self.device)
+        )
+        return replace(self, dataset=moved)
+
+    def new_network(self, client: int) -> ClientNetwork:
+        """The client's network with its first weights."""
+        model = self.task.new_model(self.architectures[client], variant=client if self.own_start else "shared")
+        with seeded(self.seed, "initial", "method"):
+            network = ClientNetwork(model, self.method.client_modules(model))
+        return network.to(self.device)
+
+    def generator(self, purpose: str, round: int, client: int) -> torch.Generator:
+        """Random draws of one client in one round, on the CPU."""
+        return torch_generator(self.seed, purpose, round, client)
+
+    def device_generator(self, purpose: str, round: int, client: int) -> torch.Generator:
+        """The same, for draws that happen on the compute device (dropout)."""
+        return torch.Generator(self.device).manual_seed(derive(self.seed, purpose, round, client))
+
+
+def state_of(network: nn.Module) -> State:
+    """A network's parameters and buffers as flat named tensors that share its storage."""
+    return {**{n: p.detach() for n, p in network.named_parameters()}, **dict(network.named_buffers())}
+
+
+class Workbench:
+    """One worker's networks, one per architecture; a client's state is laid onto one without copying it."""
+
+    def __init__(self, population: Population) -> None:
+        self._population = population
+        self._networks: dict[str, ClientNetwork] = {}
+
+    def network(self, client: int, state: State) -> ClientNetwork:
+        """The client's network; training it changes the tensors of `state` in place."""
+        name = self._population.architectures[client].name
+        if name not in self._networks:
+            self._networks[name] = self._population.new_network(client)
+        network = self._networks[name]
+        for key, parameter in network.named_parameters():
+            parameter.data = state[key]
+            parameter.grad = None
+        for path, module in network.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = state[f"{path}.{key}"]
+        return network
+
+    def release(self) -> None:
+        """Let go of the last clients' tensors and gradients, so that they can leave memory."""
+        for network in self._networks.values():
+            for parameter in network.parameters():
+                parameter.data = torch.empty(0, device=parameter.device)
+                parameter.grad = None

@@ -1,0 +1,94 @@
+"""The default engine on a CPU: one client per worker thread, with one compute thread each.
+
+Networks of this field are too small to keep several cores busy with one step; several clients at once do. PyTorch
+releases Python's lock while it computes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from polyfed.engines.base import LocalEngine
+from polyfed.engines.local import Evaluation
+from polyfed.engines.population import Population, Workbench
+from polyfed.message import Message
+from polyfed.methods.base import Reply
+
+Result = TypeVar("Result")
+
+
+class ThreadsEngine(LocalEngine):
+    """Clients train side by side; the numbers do not depend on how many workers there are."""
+
+    name = "threads"
+
+    def __init__(self, population: Population, *, workers: int | None = None, memory_budget: int | None = None) -> None:
+        super().__init__(population, memory_budget=memory_budget)
+        self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="polyfed-client")
+        self._own = threading.local()
+
+    def train(
+        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+    ) -> list[Reply]:
+        def work(client: int) -> Reply:
+            return self._train_one(self._bench(), client, downloads[client], round)
+
+        replies = self._each(downloads, work, done)
+        return [replies[client] for client in sorted(replies)]
+
+    def evaluate(
+        self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
+    ) -> dict[int, Evaluation]:
+        received = downloads or {}
+        return self._each(clients, lambda c: self._evaluate_one(self._bench(), c, received.get(c), round))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        super().close()
+
+    def _bench(self) -> Workbench:
+        if not hasattr(self._own, "bench"):
+            self._own.bench = Workbench(self.population)
+        bench: Workbench = self._own.bench
+        return bench
+
+    def _each(
+        self, clients: Iterable[int], work: Callable[[int], Result], done: Callable[[int], None] = lambda client: None
+    ) -> dict[int, Result]:
+        def on_worker(client: int) -> Result:
+            try:
+                return work(client)
+            finally:
+                self._bench().release()
+
+        # The clients with most samples first, so that no long one is left for the end.
+        order = sorted(clients, key=lambda client: (-len(self.population.data[client].train), client))
+        results: dict[int, Result] = {}
+        with one_compute_thread():
+            futures = {self._pool.submit(on_worker, client): client for client in order}
+            try:
+                for future in as_completed(futures):
+                    results[futures[future]] = future.result()
+                    done(futures[future])
+            finally:
+                for future in futures:
+                    future.cancel()
+        return results
+
+
+@contextmanager
+def one_compute_thread() -> Iterator[None]:
+    """Inside, every operation uses the thread it was called from and no other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,127 @@
+"""Checkpoints that survive anything: a kill at any moment, a full disk, a truncated file.
+
+A checkpoint is a manifest that lists files with their lengths and hashes: the server's state, the progress so far, and
+one file per client. Only clients that changed since the last checkpoint are written again. The manifest is moved into
+place last, and the one before is kept with its files, so a damaged checkpoint falls back to the previous one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+
+from polyfed.message import State
+from polyfed.records import atomic
+
+_NOW, _BEFORE = "manifest.json", "manifest.previous.json"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds."""
+
+    round: int
+    server: State
+    progress: dict[str, Any]
+    clients: dict[int, State]
+    damaged: str = ""
+    """Why a newer checkpoint could not be used, if there was one."""
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of one run, in one folder."""
+
+    folder: Path
+    _clients: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def save(
+        self, round: int, server: State, progress: dict[str, Any], changed: Iterable[int], state: Callable[[int], State]
+    ) -> None:
+        """Write a checkpoint of a finished round; `state` gives the state of each changed client."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        clients = dict(self._clients)
+        for client in sorted(changed):
+            clients[str(client)] = self._write(f"client-{client:04d}.{round}.safetensors", to_bytes(state(client)))
+        content = {
+            "round": round,
+            "server": self._write(f"server.{round}.safetensors", to_bytes(server)),
+            "progress": self._write(f"progress.{round}.json", json.dumps(progress).encode()),
+            "clients": clients,
+        }
+        now, before = self.folder / _NOW, self.folder / _BEFORE
+        if now.exists():
+            atomic.write(before, now.read_bytes())
+        atomic.write(now, json.dumps(content))
+        self._clients = clients
+        self._clean()
+
+    def restore(self) -> Restored | None:
+        """The newest checkpoint that is whole, or None if there is none."""
+        damaged = ""
+        for name in (_NOW, _BEFORE):
+            if not (self.folder / name).exists():
+                continue
+            try:
+                return self._read(name, damaged)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                damaged = f"{name}: {error}"
+        return None
+
+    def remove(self) -> None:
+        """Delete all checkpoints of the run."""
+        for path in self.folder.glob("*"):
+            path.unlink()
+        if self.folder.exists():
+            self.folder.rmdir()
+
+    def _read(self, name: str, damaged: str) -> Restored:
+        content = json.loads((self.folder / name).read_text())
+        clients = {int(client): load(self._load(entry)) for client, entry in content["clients"].items()}
+        restored = Restored(
+            content["round"],
+            load(self._load(content["server"])),
+            json.loads(self._load(content["progress"])),
+            clients,
+            damaged,
+        )
+        self._clients = content["clients"]
+        return restored
+
+    def _write(self, name: str, data: bytes) -> dict[str, Any]:
+        atomic.write(self.folder / name, data)
+        return {"file": name, "bytes": len(data), "hash": digest(data)}
+
+    def _load(self, entry: dict[str, Any]) -> bytes:
+        data = (self.folder / str(entry["file"])).read_bytes()
+        if len(data) != entry["bytes"] or digest(data) != entry["hash"]:
+            raise ValueError(f"'{entry['file']}' is damaged")
+        return data
+
+    def _clean(self) -> None:
+        """Delete the files that neither manifest lists."""
+        kept = {_NOW, _BEFORE}
+        for name in (_NOW, _BEFORE):
+            if (self.folder / name).exists():
+                content = json.loads((self.folder / name).read_text())
+                entries = [content["server"], content["progress"], *content["clients"].values()]
+                kept |= {entry["file"] for entry in entries}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+
+
+def to_bytes(state: State) -> bytes:
+    """A state as safetensors bytes, on the CPU."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
+
+
+def digest(data: bytes) -> str:
+    """A short hash that tells a damaged file from a whole one."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

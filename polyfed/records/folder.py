@@ -1,0 +1,169 @@
+"""The run folder: what a person needs later, as plain files with stable names and columns.
+
+config.yaml        the complete experiment, with versions; `polyfed run config.yaml` runs it again
+rounds.csv         a row per evaluated round
+evaluations.csv    a row per evaluated round, part (test, validation) and rule of prediction
+clients.csv        a row per client, written at the end
+summary.json       the run's result in a few numbers, written at the end
+events.jsonl       everything noteworthy, a line each: rounds with their costs, faults, fallbacks
+checkpoint/        where to go on after an interruption; removed at the end
+models/            client-0003.safetensors: each client's private model, written at the end
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from polyfed.config import Experiment, read_experiment
+from polyfed.errors import InputError
+from polyfed.records import atomic
+from polyfed.records.checkpoint import Checkpoints, to_bytes
+
+ROUND_COLUMNS = (
+    "round", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile", "loss_mean", "participants",
+    "replies", "upload_floats", "download_floats", "upload_bytes", "download_bytes", "flops", "seconds",
+)  # fmt: skip
+EVALUATION_COLUMNS = (
+    "round", "part", "rule", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile",
+)  # fmt: skip
+CLIENT_COLUMNS = (
+    "client", "architecture", "parameters", "train_samples", "validation_samples", "test_samples", "classes",
+    "accuracy_final", "accuracy_at_best_validation", "accuracy_best",
+)  # fmt: skip
+
+
+class RunFolder:
+    """One run's folder, to write while it runs and to read afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoint")
+
+    @classmethod
+    def create(cls, path: Path, config: Experiment) -> RunFolder:
+        """A new run's folder; one that already holds a run is not touched."""
+        if (path / "config.yaml").exists():
+            raise InputError(
+                f"'{path}' already holds a run; go on with `polyfed resume {path}` or choose another folder (--out)."
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            atomic.write(path / "config.yaml", config.to_yaml())
+        except OSError as error:
+            raise InputError(f"can't write to '{path}': {error.strerror}; choose another folder (--out).") from error
+        folder = cls(path)
+        folder.keep_until(0)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run's folder."""
+        if not (path / "config.yaml").is_file():
+            raise InputError(f"'{path}' holds no run: it has no config.yaml.")
+        return cls(path)
+
+    # Writing ----------------------------------------------------------------------------------------------------
+
+    def add_round(self, row: Mapping[str, Any]) -> None:
+        """Add a row to rounds.csv."""
+        self._append("rounds.csv", _csv([[row[name] for name in ROUND_COLUMNS]]))
+
+    def add_evaluations(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows to evaluations.csv."""
+        self._append("evaluations.csv", _csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
+
+    def add_event(self, kind: str, **details: Any) -> None:
+        """Add a line to events.jsonl."""
+        self._append("events.jsonl", json.dumps({"event": kind, **details}) + "\n")
+
+    def write_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write clients.csv."""
+        content = _csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
+        atomic.write(self.path / "clients.csv", content)
+
+    def write_model(self, client: int, state: Mapping[str, Tensor]) -> None:
+        """Write a client's private model."""
+        folder = self.path / "models"
+        folder.mkdir(exist_ok=True)
+        atomic.write(folder / f"client-{client:04d}.safetensors", to_bytes(dict(state)))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, the sign of a finished run."""
+        atomic.write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def keep_until(self, round: int) -> None:
+        """Drop all records of later rounds, and a last line that a kill left half written."""
+        for name, columns in (("rounds.csv", ROUND_COLUMNS), ("evaluations.csv", EVALUATION_COLUMNS)):
+            path = self.path / name
+            rows = list(csv.reader(path.read_text().splitlines())) if path.exists() else []
+            kept = [row for row in rows[1:] if len(row) == len(columns) and int(row[0]) <= round]
+            atomic.write(path, _csv([list(columns), *kept]))
+        events = [event for event in self.events() if event.get("round", 0) <= round]
+        atomic.write(self.path / "events.jsonl", "".join(json.dumps(event) + "\n" for event in events))
+
+    # Reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Experiment:
+        """The experiment of this run."""
+        return read_experiment(self.path / "config.yaml")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended."""
+        return (self.path / "summary.json").exists()
+
+    def rounds(self) -> pd.DataFrame:
+        """rounds.csv as a frame."""
+        return self._frame("rounds.csv")
+
+    def evaluations(self) -> pd.DataFrame:
+        """evaluations.csv as a frame."""
+        return self._frame("evaluations.csv")
+
+    def clients(self) -> pd.DataFrame:
+        """clients.csv as a frame."""
+        return self._frame("clients.csv")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The whole lines of events.jsonl."""
+        path = self.path / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        events = []
+        for line in lines:
+            try:
+                events.append(json.loads(line))
+            except ValueError:  # a line that a kill left half written
+                continue
+        return events
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json; a run that has not ended has none."""
+        if not self.finished:
+            raise InputError(f"the run in '{self.path}' is not finished; go on with `polyfed resume {self.path}`.")
+        content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        return content
+
+    def _frame(self, name: str) -> pd.DataFrame:
+        path = self.path / name
+        if not path.exists():
+            raise InputError(f"'{self.path}' has no {name} yet; go on with `polyfed resume {self.path}`.")
+        return pd.read_csv(path)
+
+    def _append(self, name: str, text: str) -> None:
+        with (self.path / name).open("a", newline="") as file:
+            file.write(text)
+
+
+def _csv(rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

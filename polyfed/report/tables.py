@@ -1,0 +1,157 @@
+"""Tables for the terminal, and the same content as plain values for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+from rich.table import Table
+
+from polyfed.config import describe_range
+from polyfed.data import SOURCES
+from polyfed.methods import METHODS
+from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
+
+_NEEDS = {"features": "same number of features", "head": "same head", "network": "same network"}
+
+
+def methods() -> list[dict[str, Any]]:
+    """Every method with its paper, what it shares, what clients must have in common, and its options."""
+    return [
+        {
+            "name": method.name,
+            "title": method.title,
+            "paper": method.paper,
+            "shares": method.shares,
+            "requires": list(method.requires),
+            "options": [
+                {
+                    "name": name,
+                    "default": None if info.default is PydanticUndefined else info.default,
+                    "range": describe_range(method.Config, name),
+                    "description": info.description or "",
+                }
+                for name, info in method.Config.model_fields.items()
+            ],
+        }
+        for method in METHODS.values()
+    ]
+
+
+def networks() -> list[dict[str, Any]]:
+    """Every network and group by name."""
+    single = [{"name": name, "kind": "network", "description": title} for name, title in NETWORKS.items()]
+    groups = [
+        {"name": name, "kind": "group", "description": GROUP_TITLES[name], "members": list(members)}
+        for name, members in GROUPS.items()
+    ]
+    return single + groups
+
+
+def datasets() -> list[dict[str, Any]]:
+    """Every source of data by name."""
+    return [
+        {
+            "name": source.name,
+            "title": source.title,
+            "classes": source.classes,
+            "input_shape": list(source.input_shape) if source.input_shape else None,
+            "obtained": source.obtained,
+        }
+        for source in SOURCES.values()
+    ]
+
+
+def methods_table() -> Table:
+    """The methods for people."""
+    rows = [
+        [m["name"], m["title"], m["paper"], m["shares"], ", ".join(_NEEDS[need] for need in m["requires"]) or "nothing"]
+        for m in methods()
+    ]
+    return _table(["name", "title", "paper", "what clients share", "must be alike among clients"], rows)
+
+
+def method_options_table() -> Table:
+    """The methods' options for people."""
+    rows = [
+        [m["name"], o["name"], str(o["default"]), o["range"], o["description"]] for m in methods() for o in m["options"]
+    ]
+    return _table(["method", "option", "default", "range", "meaning"], rows)
+
+
+def networks_table() -> Table:
+    """The networks and groups for people."""
+    rows = [[n["name"], n["kind"], n["description"] + _members(n.get("members"))] for n in networks()]
+    return _table(["name", "kind", "description"], rows)
+
+
+def datasets_table() -> Table:
+    """The datasets for people."""
+    rows = [
+        [
+            d["name"],
+            d["title"],
+            str(d["classes"] or "any"),
+            "×".join(map(str, d["input_shape"])) if d["input_shape"] else "any",
+            d["obtained"],
+        ]
+        for d in datasets()
+    ]
+    return _table(["name", "title", "classes", "image", "where it comes from"], rows)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """A run's result: accuracy, communication, computation, time."""
+    rows = [
+        ["accuracy, final", percent(summary["accuracy_final"]), f"round {summary['rounds']}"],
+        [
+            "accuracy at the round best on validation",
+            percent(summary["accuracy_at_best_validation"]),
+            f"round {summary['best_validation_round']}",
+        ],
+        ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
+        ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
+        [
+            "communication, down",
+            quantity(summary["download_floats"]),
+            f"floats, {quantity(summary['download_bytes'])}B",
+        ],
+        ["computation of the clients", quantity(summary["flops"]), "FLOPs"],
+        ["time for training and server", f"{summary['seconds']:.1f}", "seconds"],
+    ]
+    table = _table([summary["method"], "", ""], rows)
+    table.columns[1].justify = "right"
+    return table
+
+
+def percent(share: float) -> str:
+    """
+    >>> percent(0.98765)
+    '98.77 %'
+    """
+    return "–" if share != share else f"{100 * share:.2f} %"
+
+
+def quantity(number: float) -> str:
+    """
+    >>> quantity(2_621_558), quantity(886)
+    ('2.62 M', '886 ')
+    """
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.2f} {unit}"
+    return f"{number:.0f} "
+
+
+def _members(members: Sequence[str] | None) -> str:
+    return f" ({', '.join(members)})" if members else ""
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,95 @@
+"""What a federation's accuracy is: means over clients, the worst of them, and which round counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from polyfed.engines import Evaluation
+
+Part = Literal["test", "validation"]
+
+
+def summarise(scores: Mapping[int, Evaluation], part: Part, rule: str) -> dict[str, float]:
+    """Accuracy over all clients that have samples in that part: plain and sample-weighted mean, spread, worst decile.
+
+    The worst decile is the mean of the worst tenth of the clients, at least one. Without samples all are NaN.
+    """
+    samples = np.array([getattr(score, part) for score in scores.values()])
+    correct = np.array([getattr(score, f"{part}_correct")[rule] for score in scores.values()])
+    present = samples > 0
+    if not present.any():
+        names = ("accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile")
+        return dict.fromkeys(names, math.nan)
+    accuracies = np.sort(correct[present] / samples[present])
+    return {
+        "accuracy_mean": float(accuracies.mean()),
+        "accuracy_weighted": float(correct.sum() / samples.sum()),
+        "accuracy_std": float(accuracies.std()),
+        "accuracy_worst_decile": float(accuracies[: max(1, len(accuracies) // 10)].mean()),
+    }
+
+
+@dataclass
+class Best:
+    """The final accuracy, the one at the round best on validation, and the best on test; of a client or a federation.
+
+    Rounds that are equally good on validation count as the first of them.
+    """
+
+    final: float = math.nan
+    at_best_validation: float = math.nan
+    best: float = math.nan
+    best_validation: float = math.nan
+    best_validation_round: int = 0
+    best_round: int = 0
+
+    def add(self, round: int, test: float, validation: float) -> None:
+        """Take note of an evaluated round."""
+        self.final = test
+        if not self.best >= test:
+            self.best, self.best_round = test, round
+        if not self.best_validation >= validation and not math.isnan(validation):
+            self.best_validation, self.best_validation_round, self.at_best_validation = validation, round, test
+
+
+@dataclass
+class Progress:
+    """What a run remembers between rounds beside states: best accuracies, latest evaluations, costs so far."""
+
+    federation: Best = field(default_factory=Best)
+    clients: dict[int, Best] = field(default_factory=dict)
+    latest: dict[int, Evaluation] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    stale: set[int] = field(default_factory=set)
+    """Clients that trained since they were last evaluated."""
+
+    def add_costs(self, costs: Mapping[str, float]) -> None:
+        """Add a round's costs to the totals."""
+        for name, value in costs.items():
+            self.totals[name] = self.totals.get(name, 0) + value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {
+            "federation": asdict(self.federation),
+            "clients": {str(client): asdict(best) for client, best in self.clients.items()},
+            "latest": {str(client): asdict(score) for client, score in self.latest.items()},
+            "totals": self.totals,
+            "stale": sorted(self.stale),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Progress:
+        """What `to_dict` gave."""
+        return Progress(
+            Best(**values["federation"]),
+            {int(client): Best(**best) for client, best in values["clients"].items()},
+            {int(client): Evaluation(**score) for client, score in values["latest"].items()},
+            dict(values["totals"]),
+            set(values["stale"]),
+        )
