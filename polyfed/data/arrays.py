@@ -98,14 +98,14 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     Counts how often each of the 256 values occurs, so no float copy of the images is made. A channel of one single
     value gets the standard deviation 1, which keeps it finite.
     """
-    values = torch.arange(256, dtype=torch.float64) / 255
-    counts = torch.zeros(images.shape[1], 256, dtype=torch.int64)
-    for start in range(0, len(images), 1000):  # in steps, because bincount widens what it counts to int64
-        for channel, pixels in enumerate(images[start : start + 1000].unbind(1)):
-            counts[channel] += torch.bincount(pixels.reshape(-1), minlength=256)
-    frequencies = counts.double() / counts.sum(dim=1, keepdim=True)
+    pixels, values = images.numpy(), np.arange(256) / 255
+    counts = np.zeros((pixels.shape[1], 256), dtype=np.int64)
+    for start in range(0, len(pixels), 1000):  # in steps, because bincount widens what it counts to int64
+        for channel in range(pixels.shape[1]):
+            counts[channel] += np.bincount(pixels[start : start + 1000, channel].reshape(-1), minlength=256)
+    frequencies = counts / counts.sum(axis=1, keepdims=True)
     means = frequencies @ values
-    deviations = (frequencies * (values - means.unsqueeze(1)) ** 2).sum(dim=1).sqrt()
+    deviations = np.sqrt((frequencies * (values - means[:, None]) ** 2).sum(axis=1))
     deviations[deviations < 1e-6] = 1.0
     return tuple(means.tolist()), tuple(deviations.tolist())
 

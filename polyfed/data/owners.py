@@ -24,7 +24,7 @@ class SharePlan:
     """Who gets which share of which class, as fractions: it can be applied to several pools of samples."""
 
     owners: dict[int, Integers]
-    """Per class, the clients that own a share of it."""
+    """Per class that is given away, the clients that own a share of it."""
     shares: dict[int, NDArray[np.float64]]
     """Per class, these clients' shares; they sum to one."""
 
@@ -60,10 +60,10 @@ def plan_shares(
     chosen = choose(remaining, clients, classes_per_client, generator)
     takers = np.repeat(np.arange(clients), classes_per_client)
     owners, shares = {}, {}
-    for position, label in enumerate(present):
-        owners[int(label)] = takers[chosen.reshape(-1) == position]
-        # Taken from the end, like the released code's stack of shares; a class without shares has none to normalise.
-        shares[int(label)] = weights[position][::-1] / max(float(weights[position].sum()), low)
+    for position in np.flatnonzero(remaining):
+        label, drawn = int(present[position]), weights[position]
+        owners[label] = takers[chosen.reshape(-1) == position]
+        shares[label] = drawn[::-1] / drawn.sum()  # from the end, like the released code's stack of shares
     return SharePlan(owners, shares)
 
 
@@ -209,7 +209,7 @@ def _dirichlet_sizes(counts: Integers, clients: int, alpha: float, generator: np
     shape = (len(counts), clients)
     with np.errstate(over="ignore"):
         logarithms = np.log(generator.standard_gamma(alpha + 1, shape)) + np.log1p(-generator.random(shape)) / alpha
-    logarithms = np.clip(logarithms, -1e300, 1e300)
+    logarithms = np.clip(logarithms, -1e307, 1e307)
     held, total = np.zeros(clients, dtype=np.int64), int(counts.sum())
     sizes = np.zeros(shape, dtype=np.int64)
     for label in np.flatnonzero(counts):

@@ -1,0 +1,157 @@
+"""Datasets from arrays in all layouts, and from torch datasets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import TensorDataset
+
+from polyfed.data import from_arrays, from_torch_dataset
+from polyfed.data.arrays import channel_statistics
+from polyfed.errors import InputError
+
+GENERATOR = np.random.default_rng(0)
+COLOUR = GENERATOR.integers(0, 256, (6, 3, 8, 9), dtype=np.uint8)
+LABELS = np.array([0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("layout", [(0, 1, 2, 3), (0, 2, 3, 1)])
+def test_channels_are_found_first_or_last(layout: tuple[int, ...], as_array: object) -> None:
+    dataset = from_arrays(as_array(COLOUR.transpose(layout).copy()), as_array(LABELS))  # type: ignore[operator]
+    assert torch.equal(dataset.images, torch.from_numpy(COLOUR)) and dataset.images.is_contiguous()
+    assert dataset.classes == 3 and dataset.official_test == 0
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 9), (6, 8, 9, 1), (6, 1, 8, 9)])
+def test_grey_images_get_one_channel(shape: tuple[int, ...]) -> None:
+    grey = COLOUR[:, 0]
+    dataset = from_arrays(grey.reshape(shape), LABELS)
+    assert torch.equal(dataset.images, torch.from_numpy(grey)[:, None])
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((6, 8, 9, 4), (4, 8, 9)), ((6, 4, 8, 9), (4, 8, 9))])
+def test_other_numbers_of_channels_are_the_shorter_axis(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert from_arrays(np.zeros(shape, np.uint8), LABELS).input_shape == expected
+
+
+def test_test_samples_come_last_and_statistics_are_of_the_training_samples() -> None:
+    dataset = from_arrays(COLOUR, LABELS, np.zeros_like(COLOUR[:2]), LABELS[:2], name="mine")
+    assert (dataset.name, dataset.official_test, len(dataset)) == ("mine", 2, 8)
+    assert int(dataset.images[-2:].max()) == 0
+    pixels = COLOUR.transpose(1, 0, 2, 3).reshape(3, -1) / 255
+    np.testing.assert_allclose(dataset.mean, pixels.mean(1))
+    np.testing.assert_allclose(dataset.std, pixels.std(1))
+    images = dataset.batch(torch.arange(6))[0]
+    torch.testing.assert_close(images.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+
+
+def test_statistics_of_more_images_than_one_step() -> None:
+    images = torch.randint(0, 256, (2100, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = channel_statistics(images)
+    assert mean[0] == pytest.approx(float(images.double().mean()) / 255)
+    assert std[0] == pytest.approx(float(images.double().std(correction=0)) / 255)
+
+
+def test_constant_images_stay_finite() -> None:
+    dataset = from_arrays(np.full((3, 4, 4), 7, np.uint8), LABELS[:3])
+    assert dataset.std == (1.0,) and bool((dataset.batch(torch.arange(3))[0].abs() < 1e-6).all())
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, ">f4"])
+def test_floats_of_any_shape_are_used_as_they_are(kind: str) -> None:
+    table = GENERATOR.normal(size=(6, 5)).astype(kind)
+    dataset = from_arrays(table, LABELS)
+    assert dataset.images.dtype == torch.float32 and dataset.mean == ()
+    np.testing.assert_array_equal(dataset.images.numpy(), table.astype(np.float32))
+
+
+def test_the_dataset_does_not_change_with_the_callers_array() -> None:
+    pixels, labels = COLOUR.copy(), torch.from_numpy(LABELS.copy())
+    dataset = from_arrays(pixels, labels)
+    pixels[:], labels[:] = 0, 0
+    assert torch.equal(dataset.images, torch.from_numpy(COLOUR)) and dataset.labels.tolist() == LABELS.tolist()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int32, np.int64, np.uint16])
+def test_labels_of_any_integer_type_and_as_a_column(kind: type) -> None:
+    assert from_arrays(COLOUR, LABELS.astype(kind)[:, None]).labels.tolist() == LABELS.tolist()
+
+
+def test_classes_that_do_not_occur_must_be_announced() -> None:
+    with pytest.raises(InputError, match="number them 0 to 1, or say how many"):
+        from_arrays(COLOUR[:2], np.array([3, 7]))
+    assert from_arrays(COLOUR[:2], np.array([3, 7]), classes=10).classes == 10
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (COLOUR, LABELS[:5], "6 samples but 5 labels"),
+        (COLOUR, LABELS + 1, "from 1 to 3"),
+        (COLOUR, LABELS - 1, "from -1 to 1"),
+        (COLOUR, LABELS.astype(float), "one integer per sample"),
+        (COLOUR, np.eye(6, dtype=int), "one integer per sample"),
+        (COLOUR, LABELS.astype(str), "labels of type"),
+        (COLOUR.astype(np.int64), LABELS, "int64 data"),
+        (COLOUR.reshape(6, -1), LABELS, "uint8 data"),
+        (COLOUR[:0], LABELS[:0], "no samples"),
+        (np.full((6, 2), np.nan), LABELS, "finite"),
+        (np.array(["a"] * 6), LABELS, "images of type"),
+    ],
+)
+def test_bad_arrays_are_refused_in_one_sentence(x: np.ndarray, y: np.ndarray, words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        from_arrays(x, y, name="mine")
+    assert "mine" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_test_arrays_must_be_complete_and_alike() -> None:
+    with pytest.raises(InputError, match="give both or neither"):
+        from_arrays(COLOUR, LABELS, COLOUR)
+    with pytest.raises(InputError, match="make them alike"):
+        from_arrays(COLOUR, LABELS, COLOUR[:, :, :4], LABELS)
+    with pytest.raises(InputError, match="make them alike"):
+        from_arrays(COLOUR, LABELS, COLOUR / 255, LABELS)
+
+
+class Pictures:
+    """A torch dataset in the small: PIL pictures and labels."""
+
+    classes = ("cat", "dog", "owl", "fox")
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def __len__(self) -> int:
+        return len(COLOUR)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(COLOUR[index].transpose(1, 2, 0)).convert(self.mode), int(LABELS[index])
+
+
+def test_pictures_become_uint8_and_class_names_are_counted() -> None:
+    dataset = from_torch_dataset(Pictures("RGB"), name="pets")
+    assert torch.equal(dataset.images, torch.from_numpy(COLOUR))
+    assert (dataset.name, dataset.classes, dataset.labels.tolist()) == ("pets", 4, LABELS.tolist())
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGBA", 3), ("P", 3)])
+def test_pictures_of_other_modes(mode: str, channels: int) -> None:
+    assert from_torch_dataset(Pictures(mode)).input_shape == (channels, 8, 9)
+
+
+def test_float_tensors_stay_floats_and_a_test_set_is_kept() -> None:
+    values, labels = torch.randn(6, 2, 5), torch.from_numpy(LABELS)
+    dataset = from_torch_dataset(TensorDataset(values, labels), TensorDataset(values[:2], labels[:2]))
+    assert torch.equal(dataset.images, torch.cat([values, values[:2]])) and dataset.official_test == 2
+
+
+def test_torch_datasets_without_samples_or_of_mixed_shapes_are_refused() -> None:
+    with pytest.raises(InputError, match="no samples"):
+        from_torch_dataset(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
+    mixed = [(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 5, 5), 1)]
+    with pytest.raises(InputError, match="resize them first"):
+        from_torch_dataset(mixed, name="mixed")
