@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from polyfed.assemble import PYTHON, assemble
 from polyfed.config import Experiment, experiment
 from polyfed.data import Dataset
 from polyfed.engines import Population, new_engine
-from polyfed.errors import InputError
+from polyfed.engines.population import state_of
+from polyfed.errors import InputError, RunError
 from polyfed.federation import Federation, Watcher
+from polyfed.methods.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.records import RunFolder
 
@@ -45,14 +49,27 @@ class Result:
         """A row per client."""
         return self.folder.clients()
 
-    def model(self, client: int) -> SplitNetwork:
-        """A client's private model, in evaluation mode."""
+    def network(self, client: int) -> ClientNetwork:
+        """A client's private model and what the method keeps beside it, in evaluation mode."""
         file = self.folder.path / "models" / f"client-{client:04d}.safetensors"
         if not file.exists():
             raise InputError(f"there is no client {client}; the run has {len(self.population.data)} clients, from 0.")
-        network = self.population.new_network(client).model.cpu()
-        network.load_state_dict(load_file(file))
+        network = self.population.new_network(client).cpu()
+        saved = load_file(file)
+        with torch.no_grad():
+            for name, tensor in state_of(network).items():
+                tensor.copy_(saved[name])
         return network.eval()
+
+    def model(self, client: int) -> SplitNetwork:
+        """A client's private model, in evaluation mode."""
+        return self.network(client).model
+
+    def predict(self, client: int, x: Tensor) -> Tensor:
+        """The classes that a client predicts for normalised images, by the method's own rule."""
+        with torch.no_grad():
+            scores = self.population.method.predict(self.network(client), x)
+        return next(iter(scores.values())).argmax(1)
 
     @property
     def models(self) -> list[SplitNetwork]:
@@ -117,10 +134,17 @@ def _go(
         saved = folder.checkpoints.restore()
         if saved is not None:
             federation.restore(saved)
-            if saved.damaged:
-                folder.add_event("note", round=saved.round, note=f"fell back to the checkpoint before: {saved.damaged}")
-        folder.keep_until(saved.round if saved else 0)
+        start = saved.round if saved else 0
+        folder.keep_until(start)
+        damaged = folder.checkpoints.damaged
+        if damaged:
+            federation.note(f"a checkpoint is damaged, so the run goes on after round {start}: {damaged}")
         summary = federation.run()
+    except OSError as error:
+        raise RunError(
+            f"the run can't go on: {error.strerror or error}; when that is mended, `polyfed resume {folder.path}` goes "
+            "on from the last checkpoint."
+        ) from error
     finally:
         engine.close()
     return Result(folder, summary, population, temporary)

@@ -32,7 +32,11 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     architectures = _architectures(config, models)
     owned = assign(architectures, config.clients, how=config.assignment, seed=config.seed)
     features = config.features or default_features(config.models)
-    examples = {a.name: a.build(dataset.input_shape, dataset.classes, features, config.match_features) for a in owned}
+    distinct = {architecture.name: architecture for architecture in owned}
+    examples = {
+        name: architecture.build(dataset.input_shape, dataset.classes, features, config.match_features)
+        for name, architecture in distinct.items()
+    }
     if config.training.augment and len(dataset.input_shape) != 3:
         raise InputError(
             f"training.augment needs images, but samples of '{dataset.name}' have shape {dataset.input_shape}."
@@ -60,6 +64,8 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         seed=config.seed,
     )
     method = chosen(chosen.Config(**config.options), task, config.training)
+    for example in examples.values():
+        method.client_modules(example)  # what does not fit a network should fail now
     return Population(
         dataset, shares, owned, method, config.seed, find_device(config.device), own_start=config.start == "client"
     )

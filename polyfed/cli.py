@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from polyfed import api
-from polyfed.config import PRESETS, Experiment, merged, read_experiment
+from polyfed.config import PRESETS, Experiment, merged, parse_yaml, read_experiment
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
 from polyfed.federation import Interrupted, Watcher
@@ -78,6 +78,11 @@ def run(
     changes = merged(changes, _settings(settings or []))
     if method.endswith((".yaml", ".yml")):
         config = read_experiment(Path(method), **changes)
+    elif (Path(method) / "config.yaml").is_file():
+        raise InputError(
+            f"'{method}' is the folder of a run: go on with it by `polyfed resume {method}`, or run it again by "
+            f"`polyfed run {method}/config.yaml`."
+        )
     else:
         config = checked(**merged({"method": method}, changes))
     folder = out or _new_folder(config)
@@ -147,11 +152,9 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
         if group not in ("", "method", "training"):
             raise InputError(f"--set knows method.NAME, training.NAME and plain settings, not '{name}'.")
         try:
-            value = yaml.safe_load(text)
+            value = parse_yaml(text)
         except yaml.YAMLError:
             value = text
-        if isinstance(value, str) and value.lower() == "none":
-            value = None
         key = inner.replace("-", "_")
         if group:
             changes.setdefault(group, {})[key] = value

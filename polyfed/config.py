@@ -90,7 +90,7 @@ class Experiment(BaseModel):
                 "the experiment names no method; add 'method: fedproto' or another name from `polyfed methods`."
             )
         try:
-            config = find_method(name).Config(**given)
+            config = find_method(name).Config(**with_nones(find_method(name).Config, given))
         except ValidationError as error:
             raise one_sentence(error, find_method(name).Config, f"method.{{}} of {name}") from error
         return {"name": name, **config.model_dump(mode="json")}
@@ -101,19 +101,19 @@ class Experiment(BaseModel):
         """Accept hyphens, training's shortcuts at the top level, a preset; drop what a run's record adds."""
         if not isinstance(values, Mapping):
             raise InputError("an experiment is a mapping of names to values, such as 'method: fedproto'.")
-        flat = {str(name).replace("-", "_"): value for name, value in values.items()}
-        flat.pop("versions", None)
-        given = flat.pop("training", None) or {}
-        if isinstance(given, Training):
-            given = given.model_dump()
-        training = {str(name).replace("-", "_"): value for name, value in dict(given).items()}
-        preset = flat.pop("preset", None)
-        if preset is not None:
-            if preset not in PRESETS:
-                raise unknown_name("preset", str(preset), PRESETS)
-            training = {**PRESETS[preset], **training}
-        training |= {name: flat.pop(name) for name in SHORTCUTS if flat.get(name) is not None}
-        return {**flat, "training": training}
+        normal = normal_form(values)
+        normal.pop("versions", None)
+        normal.setdefault("method", None)  # so that it is missed in words that say what to write
+        return {**with_nones(cls, normal), "training": with_nones(Training, normal["training"])}
+
+    @model_validator(mode="after")
+    def _enough_participants(self) -> Experiment:
+        if self.min_replies > self.participants:
+            raise InputError(
+                f"min_replies is {self.min_replies}, but must be at most {self.participants}: so many of the "
+                f"{self.clients} clients take part in a round."
+            )
+        return self
 
     @property
     def participants(self) -> int:
@@ -147,7 +147,7 @@ def experiment(**values: Any) -> Experiment:
 def read_experiment(path: Path, **changes: Any) -> Experiment:
     """The experiment in a YAML file, with some values replaced."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
     except yaml.YAMLError as error:
@@ -159,19 +159,73 @@ def read_experiment(path: Path, **changes: Any) -> Experiment:
 
 
 def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with changes laid over it; options of the method and the training are replaced one by one."""
-    result = {str(name).replace("-", "_"): value for name, value in content.items()}
-    for name, value in changes.items():
-        before = result.get(name)
-        if name == "method" and isinstance(before, str):
-            before = {"name": before}
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            result[name] = {**before, **value}
-        else:
-            result[name] = value
-        if name in SHORTCUTS and isinstance(result.get("training"), Mapping):
-            result["training"] = {key: kept for key, kept in result["training"].items() if key != name}
+    """The content with changes laid over it; options of the method and the training are replaced one by one.
+
+    >>> merged({"method": "fedproto", "lr": 0.1}, {"training": {"lr": 0.2}})
+    {'method': {'name': 'fedproto'}, 'training': {'lr': 0.2}}
+    """
+    before, after = normal_form(content), normal_form(changes)
+    result = {**before, **after, "training": {**before["training"], **after["training"]}}
+    old, new = before.get("method"), after.get("method")
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and new.get("name", old.get("name")) == old.get("name"):
+        result["method"] = {**old, **new}
     return result
+
+
+def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with underscores for hyphens, the method as a mapping, preset and shortcuts as part of the training."""
+    flat = _underscored(values)
+    method, training, preset = flat.get("method"), flat.pop("training", None), flat.pop("preset", None)
+    if method is not None:
+        flat["method"] = {"name": method} if isinstance(method, str) else method
+    if isinstance(method, Mapping):
+        flat["method"] = _underscored(method)
+    if isinstance(training, Training):
+        training = training.model_dump()
+    if not isinstance(training, Mapping | None):
+        raise InputError(f"training is {training!r}, but must be names with values, such as 'lr: 0.1'.")
+    if preset is not None and preset not in PRESETS:
+        raise unknown_name("preset", str(preset), PRESETS)
+    shortcuts = {name: flat.pop(name) for name in SHORTCUTS if name in flat}
+    given = {name: value for name, value in shortcuts.items() if value is not None}
+    return {**flat, "training": {**PRESETS.get(preset, {}), **_underscored(training or {}), **given}}
+
+
+def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The word none as no value where a setting may have none; YAML by itself knows only null."""
+    optional = {name for name, info in model.model_fields.items() if type(None) in get_args(info.annotation)}
+    return {
+        name: None if name in optional and isinstance(value, str) and value.lower() == "none" else value
+        for name, value in values.items()
+    }
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text says, where 8:1:1 is a text.
+
+    >>> parse_yaml("split: 8:1:1")
+    {'split': '8:1:1'}
+    """
+    return yaml.load(text, _Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, except that it does not read 8:1:1 as a number to base 60, as YAML 1.1 does."""
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    if ":" in node.value:
+        return node.value
+    is_float = node.tag.endswith("float")
+    return loader.construct_yaml_float(node) if is_float else loader.construct_yaml_int(node)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
+
+
+def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
 def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> InputError:
@@ -180,8 +234,10 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
     path = [str(part) for part in first["loc"]]
     name = label.format(".".join(path) or "value")
     if first["type"] == "extra_forbidden":
-        owner = model if len(path) == 1 else Training
-        problem = unknown_name("setting", path[-1], owner.model_fields)
+        known = list((model if len(path) == 1 else Training).model_fields)
+        if model is Experiment and len(path) == 1:
+            known += [*SHORTCUTS, "preset", *(f"training.{name}" for name in Training.model_fields)]
+        problem = unknown_name("setting", path[-1], known)
         return InputError(str(problem).replace(f"'{path[-1]}'", f"'{name}'", 1))
     if first["type"] == "missing":
         return InputError(f"{name} is missing.")

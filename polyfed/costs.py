@@ -31,12 +31,11 @@ class ClientFlops:
 
     def of_round(self, phases: Sequence[Phase], data: ClientData) -> int:
         """Operations of one client in one round."""
-        samples = len(data.train)
-        training = sum(
-            self.phases[phase.name] * phase.epochs * round(samples * (phase.part[1] - phase.part[0]))
-            for phase in phases
-        )
-        return round(training + self.collect * samples)
+        total = self.collect * len(data.train)
+        for phase in phases:
+            start, stop = phase.edges(len(data.train))
+            total += self.phases[phase.name] * phase.epochs * (stop - start)
+        return round(total)
 
 
 def measure(network: ClientNetwork, method: Method) -> ClientFlops:

@@ -11,7 +11,6 @@ from polyfed.engines import Engine, Evaluation, Population
 from polyfed.errors import BadMessage, RunError
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply, Server
-from polyfed.models import parameter_count
 from polyfed.records import Restored, RunFolder
 from polyfed.scores import Best, Part, Progress, summarise
 from polyfed.seeds import numpy_generator
@@ -59,6 +58,7 @@ class Federation:
         self.progress = Progress()
         self.server = Server(config.seed, population.device)
         self.method.start(self.server)
+        self._shown: set[str] = set()
         self._checkpoint_seconds = 0.0
         self._last_checkpoint = time.perf_counter()
 
@@ -103,7 +103,7 @@ class Federation:
             )
             self.engine.mark_saved()
         except OSError as error:  # a full disk must not end a run: the checkpoint before is still there
-            self._note(f"the checkpoint of round {self.server.round} could not be written ({error.strerror})")
+            self.note(f"the checkpoint of round {self.server.round} could not be written ({error.strerror})")
         self._last_checkpoint = time.perf_counter()
         self._checkpoint_seconds = self._last_checkpoint - begin
 
@@ -131,7 +131,7 @@ class Federation:
         self.progress.stale |= set(participants)
         notes = [f"client {reply.client}: {note}" for reply in replies for note in reply.notes]
         for note in notes + self.server.notes:
-            self._note(note)
+            self.note(note)
         self.server.notes.clear()
         costs = {
             "upload_floats": sum(reply.message.floats for reply in replies),
@@ -166,7 +166,7 @@ class Federation:
                 self.method.check(reply.message)
                 sound.append(reply)
             except BadMessage as error:
-                self._note(f"round {number} goes on without client {reply.client}: {error}", client=reply.client)
+                self.note(f"round {number} goes on without client {reply.client}: {error}", client=reply.client)
         if len(sound) < self.config.min_replies:
             raise RunError(
                 f"round {number} has {len(sound)} sound replies and needs {self.config.min_replies} (min_replies); the "
@@ -209,21 +209,24 @@ class Federation:
             return number % self.config.checkpoint_every == 0
         return time.perf_counter() - self._last_checkpoint > max(1.0, self._checkpoint_seconds / CHECKPOINT_SHARE)
 
-    def _note(self, note: str, **details: Any) -> None:
+    def note(self, note: str, **details: Any) -> None:
+        """Keep a remark as an event of the run, and show it if it has not been shown yet."""
         self.folder.add_event("note", round=self.server.round, note=note, **details)
-        self.watcher.on_note(note)
+        if note not in self._shown:
+            self._shown.add(note)
+            self.watcher.on_note(note)
 
     def _finish(self) -> dict[str, Any]:
         rows = []
         for client, data in enumerate(self.population.data):
-            model = self.engine.model(client)
-            self.folder.write_model(client, model.state_dict())
+            state = self.engine.get_state(client)
+            self.folder.write_model(client, state)
             best = self.progress.clients[client]
             rows.append(
                 {
                     "client": client,
                     "architecture": self.population.architectures[client].name,
-                    "parameters": parameter_count(model),
+                    "parameters": self.population.parameters(client),
                     "train_samples": len(data.train),
                     "validation_samples": len(data.validation),
                     "test_samples": len(data.test),

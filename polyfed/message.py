@@ -21,7 +21,12 @@ State: TypeAlias = dict[str, Tensor]
 """Flat named tensors: a client's personal state, the server's state, the content of a message."""
 
 _METADATA = "metadata."
-_DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.bool: "BOOL"}
+_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
+}  # fmt: skip
+"""What safetensors calls a type, in the order in which it ranks them."""
+_RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,13 @@ class Message:
         entries = self._entries()
         if not entries:
             return 0
-        # safetensors: an 8-byte length, a JSON header padded to 8 bytes, the tensors sorted by item size, then name.
+        # safetensors: an 8-byte length, a JSON header padded to 8 bytes, the tensors sorted by type, then name.
         header: dict[str, object] = {}
         offset = 0
-        for name, tensor in sorted(entries.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        for name, tensor in sorted(entries.items(), key=lambda item: (-_RANKS[item[1].dtype], item[0])):
             end = offset + tensor.numel() * tensor.element_size()
             header[name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "dtype": _DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, end],
             }
@@ -63,7 +68,7 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """The message as safetensors bytes."""
-        return save({name: tensor.contiguous() for name, tensor in self._entries().items()})
+        return state_bytes(self._entries())
 
     @staticmethod
     def from_bytes(data: bytes) -> Message:
@@ -87,6 +92,12 @@ class Message:
 
     def _entries(self) -> State:
         return {**self.tensors, **{_METADATA + name: tensor for name, tensor in self.metadata.items()}}
+
+
+def state_bytes(state: Mapping[str, Tensor]) -> bytes:
+    """Named tensors as safetensors bytes."""
+    # Copies, because safetensors refuses tensors that share storage, as tied weights do.
+    return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()})
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,17 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from typing import ClassVar
 
 from polyfed.costs import ClientFlops, measure
 from polyfed.engines import local
 from polyfed.engines.local import Evaluation
-from polyfed.engines.population import Population, Workbench, state_of
+from polyfed.engines.population import Population, Workbench, hollow, state_of
 from polyfed.engines.store import ClientStore
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
-from polyfed.models import SplitNetwork
+from polyfed.methods.network import ClientNetwork
 
 
 class Engine(ABC):
@@ -40,10 +41,6 @@ class Engine(ABC):
         """Score these clients; with `downloads` as if each had just received its, without keeping it."""
 
     @abstractmethod
-    def model(self, client: int) -> SplitNetwork:
-        """A copy of a client's private model, for its owner."""
-
-    @abstractmethod
     def changed_clients(self) -> set[int]:
         """Clients whose state changed since `mark_saved`."""
 
@@ -53,7 +50,7 @@ class Engine(ABC):
 
     @abstractmethod
     def get_state(self, client: int) -> State:
-        """A client's state, to be written into a checkpoint."""
+        """A client's state, to be written into a checkpoint or handed to its owner."""
 
     @abstractmethod
     def set_state(self, client: int, state: State) -> None:
@@ -70,18 +67,12 @@ class LocalEngine(Engine):
     def __init__(self, population: Population, *, memory_budget: int | None = None) -> None:
         self.population = population.on_device()
         self._first: dict[str, State] = {}
+        self._networks: dict[str, ClientNetwork] = {}
         self._beginners = Counter(architecture.name for architecture in population.architectures)
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
         budget = default_memory_budget() if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device))
-
-    def model(self, client: int) -> SplitNetwork:
-        network = self.population.new_network(client)
-        own = self.store.get(client)
-        for name, tensor in state_of(network).items():
-            tensor.copy_(own[name])
-        return network.model.cpu()
 
     def changed_clients(self) -> set[int]:
         return set(self.store.changed)
@@ -102,7 +93,7 @@ class LocalEngine(Engine):
         beginner = not self.store.has(client)
         state = self.store.take(client)
         local.receive(self.population, client, state, message, round)
-        network = bench.network(client, state)
+        network = bench.network(client, self.population.architectures[client].name, state)
         reply = local.train(self.population, client, network, round, self._client_flops(client))
         self.store.put(client, state)
         if beginner:
@@ -114,16 +105,29 @@ class LocalEngine(Engine):
         if message is not None:
             state = {name: tensor.clone() for name, tensor in state.items()}
             local.receive(self.population, client, state, message, round)
-        return local.evaluate(self.population, client, bench.network(client, state))
+        network = bench.network(client, self.population.architectures[client].name, state)
+        return local.evaluate(self.population, client, network)
 
     def _first_state(self, client: int) -> State:
         if self.population.own_start:
             return state_of(self.population.new_network(client))
-        name = self.population.architectures[client].name
         with self._building:
-            if name not in self._first:
-                self._first[name] = state_of(self.population.new_network(client))
-            return self._first[name]
+            self._build(client)
+            return self._first[self.population.architectures[client].name]
+
+    def _empty_network(self, client: int) -> ClientNetwork:
+        """A network of the client's architecture for a worker, without memory of its own."""
+        with self._building:
+            return deepcopy(self._build(client))
+
+    def _build(self, client: int) -> ClientNetwork:
+        """Build each architecture once: its first weights for beginners, and the empty network around them."""
+        name = self.population.architectures[client].name
+        if name not in self._networks or (self._beginners[name] > 0 and name not in self._first):
+            network = self.population.new_network(client)
+            self._first[name] = state_of(network)
+            self._networks[name] = hollow(network)
+        return self._networks[name]
 
     def _forget_first(self, client: int) -> None:
         """Drop an architecture's first weights when all its clients have weights of their own."""
@@ -137,7 +141,7 @@ class LocalEngine(Engine):
         name = self.population.architectures[client].name
         with self._building:
             if name not in self._flops:
-                self._flops[name] = measure(self.population.new_network(client), self.population.method)
+                self._flops[name] = measure(self.population.new_network(client).to("meta"), self.population.method)
             return self._flops[name]
 
 

@@ -22,7 +22,7 @@ from polyfed.methods.statistics import ClassStatistics, class_covariances, class
 from polyfed.models import set_generator
 
 AUGMENTATION = Augmentation()
-EVALUATION_BATCH = 256
+EVALUATION_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:
     if phase.part == (0.0, 1.0):
         return samples
     shuffled = samples[torch.randperm(len(samples), generator=population.generator("parts", 0, client))]
-    start, stop = (round(len(samples) * edge) for edge in phase.part)
+    start, stop = phase.edges(len(samples))
     return shuffled[start:stop]
 
 
@@ -203,7 +203,7 @@ def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluat
     net.eval()
     with torch.no_grad():
         test, validation = (correct_predictions(population, net, part) for part in (data.test, data.validation))
-    rules = test or validation
+        rules = test or validation or correct_predictions(population, net, data.train[:1])
     return Evaluation(
         len(data.test),
         len(data.validation),

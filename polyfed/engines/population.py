@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -12,7 +13,7 @@ from polyfed.data import ClientData, Dataset
 from polyfed.message import State
 from polyfed.methods.base import Knowledge, Method, Task, Training
 from polyfed.methods.network import ClientNetwork
-from polyfed.models import Architecture
+from polyfed.models import Architecture, parameter_count
 from polyfed.seeds import derive, seeded, torch_generator
 
 
@@ -29,6 +30,7 @@ class Population:
     device: torch.device
     own_start: bool = False
     """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
+    _parameters: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def task(self) -> Task:
@@ -61,6 +63,13 @@ class Population:
             network = ClientNetwork(model, self.method.client_modules(model))
         return network.to(self.device)
 
+    def parameters(self, client: int) -> int:
+        """How many parameters the client's private model has."""
+        name = self.architectures[client].name
+        if name not in self._parameters:
+            self._parameters[name] = parameter_count(self.task.new_model(self.architectures[client]))
+        return self._parameters[name]
+
     def generator(self, purpose: str, round: int, client: int) -> torch.Generator:
         """Random draws of one client in one round, on the CPU."""
         return torch_generator(self.seed, purpose, round, client)
@@ -75,31 +84,47 @@ def state_of(network: nn.Module) -> State:
     return {**{n: p.detach() for n, p in network.named_parameters()}, **dict(network.named_buffers())}
 
 
+def buffer_places(network: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """Where each buffer sits (module, attribute) and its name in the state; one that sits twice has one name."""
+    names = {id(buffer): name for name, buffer in network.named_buffers()}
+    return [
+        (module, attribute, names[id(buffer)])
+        for module in network.modules()
+        for attribute, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
 class Workbench:
     """One worker's networks, one per architecture; a client's state is laid onto one without copying it."""
 
-    def __init__(self, population: Population) -> None:
-        self._population = population
+    def __init__(self, network_of: Callable[[int], ClientNetwork]) -> None:
+        self._network_of = network_of
         self._networks: dict[str, ClientNetwork] = {}
+        self._buffers: dict[str, list[tuple[nn.Module, str, str]]] = {}
 
-    def network(self, client: int, state: State) -> ClientNetwork:
+    def network(self, client: int, architecture: str, state: State) -> ClientNetwork:
         """The client's network; training it changes the tensors of `state` in place."""
-        name = self._population.architectures[client].name
-        if name not in self._networks:
-            self._networks[name] = self._population.new_network(client)
-        network = self._networks[name]
+        if architecture not in self._networks:
+            self._networks[architecture] = self._network_of(client)
+            self._buffers[architecture] = buffer_places(self._networks[architecture])
+        network = self._networks[architecture]
         for key, parameter in network.named_parameters():
             parameter.data = state[key]
             parameter.grad = None
-        for path, module in network.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = state[f"{path}.{key}"]
+        for module, attribute, key in self._buffers[architecture]:
+            module._buffers[attribute] = state[key]
         return network
 
     def release(self) -> None:
         """Let go of the last clients' tensors and gradients, so that they can leave memory."""
         for network in self._networks.values():
-            for parameter in network.parameters():
-                parameter.data = torch.empty(0, device=parameter.device)
-                parameter.grad = None
+            hollow(network)
+
+
+def hollow(network: ClientNetwork) -> ClientNetwork:
+    """The network without the memory of its parameters, ready for a client's state."""
+    for parameter in network.parameters():
+        parameter.data = torch.empty(0, device=parameter.device)
+        parameter.grad = None
+    return network

@@ -18,7 +18,7 @@ class SequentialEngine(LocalEngine):
 
     def __init__(self, population: Population, *, memory_budget: int | None = None) -> None:
         super().__init__(population, memory_budget=memory_budget)
-        self._bench = Workbench(self.population)
+        self._bench = Workbench(self._empty_network)
 
     def train(
         self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None

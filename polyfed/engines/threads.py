@@ -40,6 +40,8 @@ class ThreadsEngine(LocalEngine):
         def work(client: int) -> Reply:
             return self._train_one(self._bench(), client, downloads[client], round)
 
+        for client in downloads:  # before any worker starts: the counter's hooks would see all threads' modules
+            self._client_flops(client)
         replies = self._each(downloads, work, done)
         return [replies[client] for client in sorted(replies)]
 
@@ -55,7 +57,7 @@ class ThreadsEngine(LocalEngine):
 
     def _bench(self) -> Workbench:
         if not hasattr(self._own, "bench"):
-            self._own.bench = Workbench(self.population)
+            self._own.bench = Workbench(self._empty_network)
         bench: Workbench = self._own.bench
         return bench
 
@@ -68,8 +70,10 @@ class ThreadsEngine(LocalEngine):
             finally:
                 self._bench().release()
 
-        # The clients with most samples first, so that no long one is left for the end.
-        order = sorted(clients, key=lambda client: (-len(self.population.data[client].train), client))
+        # The clients with most samples first, so that no long one is left for the end; those of one architecture side
+        # by side, so that its first weights can go early.
+        people = self.population
+        order = sorted(clients, key=lambda c: (-len(people.data[c].train), people.architectures[c].name, c))
         results: dict[int, Result] = {}
         with one_compute_thread():
             futures = {self._pool.submit(on_worker, client): client for client in order}

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from polyfed.errors import unknown_name
 from polyfed.methods.base import Method
+from polyfed.methods.dc_pfl import DCPFL
+from polyfed.methods.fd import FD
+from polyfed.methods.fedapen import FedAPEN
 from polyfed.methods.fedavg import FedAvg
+from polyfed.methods.fedclassavg import FedClassAvg
+from polyfed.methods.fedgen import FedGen
+from polyfed.methods.fedgh import FedGH
+from polyfed.methods.fedkd import FedKD
+from polyfed.methods.fedmrl import FedMRL
 from polyfed.methods.fedproto import FedProto
+from polyfed.methods.fedssa import FedSSA
+from polyfed.methods.fedtgp import FedTGP
+from polyfed.methods.fml import FML
 from polyfed.methods.lg_fedavg import LGFedAvg
+from polyfed.methods.pfedes import PFedES
 from polyfed.methods.standalone import Standalone
 
 METHODS: dict[str, type[Method]] = {
@@ -16,6 +28,18 @@ METHODS: dict[str, type[Method]] = {
         FedAvg,
         LGFedAvg,
         FedProto,
+        FedTGP,
+        DCPFL,
+        FML,
+        FedAPEN,
+        FedKD,
+        FedMRL,
+        FedGH,
+        FedGen,
+        FedClassAvg,
+        FD,
+        FedSSA,
+        PFedES,
     )
 }
 

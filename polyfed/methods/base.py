@@ -51,11 +51,11 @@ Common: TypeAlias = Literal["features", "head", "network"]
 class Training(BaseModel):
     """How every client trains; the same for all methods, so that they can be compared."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     epochs: int = Field(1, ge=1, description="passes over a client's training samples in one round")
-    batch_size: int = Field(64, ge=1, description="samples per step")
-    lr: float = Field(0.01, gt=0, description="learning rate of plain SGD")
+    batch_size: int = Field(16, ge=1, description="samples per step")
+    lr: float = Field(0.05, gt=0, description="learning rate of plain SGD")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, started anew in every round")
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty added to the gradient")
     clip: float | None = Field(None, gt=0, description="largest gradient norm of a trained module; none: no clipping")
@@ -121,6 +121,10 @@ class Phase:
     """False: this phase sees images as they are, even if training augments."""
     tracks: bool = False
     """The engine averages the tracked vectors per class over all visited samples into `Trained.tracked`."""
+
+    def edges(self, samples: int) -> tuple[int, int]:
+        """Where this phase's part begins and ends among so many samples; neighbouring parts share an edge."""
+        return round(samples * self.part[0]), round(samples * self.part[1])
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,7 @@ class Method:
     """What leaves a client, in a few words."""
     requires: ClassVar[tuple[Common, ...]] = ()
     """What clients must have in common."""
-    announces_classes: ClassVar[bool] = False
+    announces_classes: bool = False
     """Clients tell the server which classes they hold when they join, because `download` depends on it."""
     collect: Collect | None = None
 

@@ -2,81 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
 
-from polyfed.message import Message, Schema, State
-from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method, Reply, Server, SplitNetwork, Trained
-from polyfed.methods.tools import (
-    ClassVectors,
-    class_vectors_schema,
-    cross_entropy,
-    known_vectors,
-    mean_by_class,
-    store_vectors,
-)
+from polyfed.message import Message, Schema
+from polyfed.methods.base import Reply, Server, Trained
+from polyfed.methods.prototypes import PrototypeMethod
+from polyfed.methods.tools import class_vectors_schema, mean_by_class, store_vectors
 
 
-class FedProto(Method):
+class FedProto(PrototypeMethod):
     """Features are pulled towards the federation's mean feature (prototype) of the sample's class."""
 
     name = "fedproto"
     title = "FedProto"
     paper = "Tan et al., AAAI 2022"
-    shares = "class prototypes (mean features)"
-    requires = ("features",)
-    collect = Collect()
 
-    class Config(Method.Config):
-        weight: float | None = Field(
-            None, ge=0, description="weight of the distance to the prototype; none: 0.1 for euclidean, 10 for mse"
-        )
-        distance: Literal["euclidean", "mse"] = Field("euclidean", description="distance of a feature to its prototype")
+    class Config(PrototypeMethod.Config):
         mean: Literal["plain", "samples"] = Field(
             "plain", description="the global prototype weights its holders equally or by their samples of the class"
         )
 
     config: Config
 
-    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
-        return {"prototypes": ClassVectors(self.task.classes, model.feature_size)}
-
-    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
-        if not message.tensors:
-            return {}
-        return store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
-
-    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
-        config = self.config
-        weight = config.weight if config.weight is not None else {"euclidean": 0.1, "mse": 10.0}[config.distance]
-        features = net.features(batch.x)
-        # A class without a global prototype has no second term.
-        away: Tensor = net.prototypes.distance(features, batch.y, config.distance)
-        return cross_entropy(net.head(features), batch.y) + weight * away
-
     def upload(self, client: Trained) -> Message:
+        message = super().upload(client)
+        if self.config.mean == "plain":
+            return message
         assert client.statistics is not None
-        own = client.statistics
-        counts = {"counts": own.counts} if self.config.mean == "samples" else {}
-        return Message({"prototypes": own.means}, {"labels": own.labels, **counts})
-
-    def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
-        features = net.features(x)
-        classifier = net.head(features)
-        # Before the first prototypes arrive there is only the classifier.
-        nearest = torch.where(net.prototypes.known.any(), net.prototypes.closeness(features), classifier)
-        return {"prototypes": nearest, "classifier": classifier}
-
-    def start(self, server: Server) -> None:
-        empty = ClassVectors(self.task.classes, self.task.feature_size)
-        server.state.update({f"prototypes.{name}": tensor for name, tensor in empty.state_dict().items()})
-
-    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
-        return known_vectors(server.state, "prototypes")
+        return Message(message.tensors, {**message.metadata, "counts": client.statistics.counts})
 
     def schema(self) -> Schema:
         counts = self.config.mean == "samples"

@@ -7,6 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from polyfed.errors import DivergedError
+
+_WORTH_A_GRAPH = 100
+"""Steps from which capturing one as a GPU graph costs less than it saves."""
+
 
 def train_on_vectors(
     module: nn.Module,
@@ -23,22 +28,79 @@ def train_on_vectors(
 
     The loss gives one value per vector and is by default the cross entropy of the module's output.
     """
-    loss = loss or classification_loss
+    loss_of = loss or classification_loss
     optimiser = torch.optim.SGD(module.parameters(), lr)
-    total = 0.0
+
+    def step(chunk: Tensor) -> Tensor:
+        values = loss_of(module, vectors[chunk], labels[chunk])
+        optimiser.zero_grad()
+        values.mean().backward()
+        optimiser.step()
+        return values.detach()
+
+    run: Callable[[Tensor], Tensor] = step
+    if vectors.is_cuda and epochs * (len(vectors) // batch_size) >= _WORTH_A_GRAPH:
+        run = _Replayed(step, batch_size)
+    values: list[Tensor] = []
     for _ in range(epochs):
         order = torch.randperm(len(vectors), generator=generator).to(vectors.device)
-        values = []
-        for chunk in order.split(batch_size):
-            value = loss(module, vectors[chunk], labels[chunk])
-            optimiser.zero_grad()
-            value.mean().backward()
-            optimiser.step()
-            values.append(value.detach())
-        total = float(torch.cat(values).mean())
-    return total
+        values = [run(chunk) for chunk in order.split(batch_size)]
+    optimiser.zero_grad()
+    return float(torch.cat(values).mean())
 
 
 def classification_loss(module: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of the module's output, per vector."""
     return nn.functional.cross_entropy(module(vectors), labels, reduction="none")
+
+
+def check_finite(module: nn.Module, what: str, round: int, lr: float) -> None:
+    """Raise if training on the server has broken a module."""
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
+        raise DivergedError(
+            f"the weights of the server's {what} are no longer finite in round {round}: lower the learning rate there "
+            f"(--set method.server_lr={lr / 10:g})."
+        )
+
+
+class _Replayed:
+    """A step of fixed size as one graph on the GPU, because launching its small kernels takes longer than their work.
+
+    The first steps run one by one, as a capture needs; so does a step of another size, such as an epoch's last.
+    """
+
+    def __init__(self, step: Callable[[Tensor], Tensor], size: int) -> None:
+        self._step = step
+        self._size = size
+        self._plain_steps = 3
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._chunk = torch.empty(0)
+        self._values = torch.empty(0)
+
+    def __call__(self, chunk: Tensor) -> Tensor:
+        if len(chunk) != self._size:
+            return self._step(chunk)
+        if self._plain_steps > 0:
+            self._plain_steps -= 1
+            return self._on_side_stream(chunk)
+        if self._graph is None:
+            self._graph = self._capture(chunk)
+        self._chunk.copy_(chunk)
+        self._graph.replay()
+        return self._values.clone()
+
+    def _on_side_stream(self, chunk: Tensor) -> Tensor:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            values = self._step(chunk)
+        current.wait_stream(side)
+        return values
+
+    def _capture(self, chunk: Tensor) -> torch.cuda.CUDAGraph:
+        self._chunk = chunk.clone()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._values = self._step(self._chunk)
+        return graph

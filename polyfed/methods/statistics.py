@@ -42,10 +42,10 @@ def means_from_sums(sums: Tensor, counts: Tensor) -> ClassStatistics:
 def class_covariances(vectors: Tensor, labels: Tensor, classes: int) -> ClassStatistics:
     """Means and unbiased covariances of the vectors of each class."""
     statistics = class_means(vectors, labels, classes)
-    size = vectors.shape[1]
-    covariances = torch.zeros(len(statistics.labels), size, size, dtype=vectors.dtype, device=vectors.device)
-    for row, (label, count) in enumerate(zip(statistics.labels.tolist(), statistics.counts.tolist(), strict=True)):
-        if count > 1:
-            centred = vectors[labels == label] - statistics.means[row]
-            covariances[row] = centred.T @ centred / (count - 1)
+    seen, size = len(statistics.labels), vectors.shape[1]
+    grouped = vectors[labels.argsort(stable=True)] - statistics.means.repeat_interleave(statistics.counts, 0)
+    covariances = torch.empty(seen, size, size, dtype=vectors.dtype, device=vectors.device)
+    for row, away in enumerate(grouped.split(statistics.counts.tolist())):
+        covariances[row] = away.T @ away
+    covariances /= (statistics.counts - 1).clamp(min=1)[:, None, None]
     return ClassStatistics(statistics.labels, statistics.counts, statistics.means, covariances)

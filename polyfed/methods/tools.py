@@ -47,8 +47,9 @@ def part_of(state: Mapping[str, Tensor], module: str) -> State:
 
 
 def module_state(name: str, module: nn.Module) -> State:
-    """A module's float tensors, named as in a client's flat state."""
-    return part_of({f"{name}.{key}": tensor.detach().clone() for key, tensor in module.state_dict().items()}, name)
+    """A module's float tensors, named as in a client's flat state: tied weights once, under their first name."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return part_of({f"{name}.{key}": tensor.detach().clone() for key, tensor in tensors.items()}, name)
 
 
 def same_shapes(state: Mapping[str, Tensor]) -> dict[str, Floats]:

@@ -32,19 +32,7 @@ class FromFactory:
     def __call__(
         self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
     ) -> SplitNetwork:
-        arguments = _arguments(self.factory, name, input_shape, classes, features)
-        try:
-            network = self.factory(**arguments)
-        except PolyfedError:
-            raise
-        except Exception as error:
-            given = ", ".join(f"{key}={value}" for key, value in arguments.items())
-            raise InputError(f"{name}({given}) fails to build a network: {first_line(error)}.") from error
-        if not isinstance(network, nn.Module):
-            kind = type(network).__name__
-            raise InputError(
-                f"{name} must return a network (a torch.nn.Module), but it returns a value of type {kind}."
-            )
+        network = call_factory(self.factory, name, input_shape, classes, features)
         return split_network(network, input_shape, classes, features=features, match=match, name=name)
 
 
@@ -58,6 +46,24 @@ class FromInstance:
         self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
     ) -> SplitNetwork:
         return split_network(self.network, input_shape, classes, features=features, match=match, name=name)
+
+
+def call_factory(
+    factory: Callable[..., object], name: str, input_shape: tuple[int, ...], classes: int, features: int | None = None
+) -> nn.Module:
+    """What a factory makes of a task, with the arguments that its signature asks for; it must be a network."""
+    arguments = _arguments(factory, name, input_shape, classes, features)
+    try:
+        network = factory(**arguments)
+    except PolyfedError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        raise InputError(f"{name}({given}) fails to build a network: {first_line(error)}.") from error
+    if not isinstance(network, nn.Module):
+        kind = type(network).__name__
+        raise InputError(f"{name} must return a network (a torch.nn.Module), but it returns a value of type {kind}.")
+    return network
 
 
 def factory_name(factory: Callable[..., object]) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
+from safetensors.torch import load
 
-from polyfed.message import State
+from polyfed.message import State, state_bytes
 from polyfed.records import atomic
 
 _NOW, _BEFORE = "manifest.json", "manifest.previous.json"
@@ -30,8 +30,6 @@ class Restored:
     server: State
     progress: dict[str, Any]
     clients: dict[int, State]
-    damaged: str = ""
-    """Why a newer checkpoint could not be used, if there was one."""
 
 
 @dataclass
@@ -39,7 +37,11 @@ class Checkpoints:
     """The checkpoints of one run, in one folder."""
 
     folder: Path
+    damaged: str = ""
+    """What `restore` found unusable, if anything."""
     _clients: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _manifest: str = ""
+    """The newest whole checkpoint's; the next save keeps it as the one before."""
 
     def save(
         self, round: int, server: State, progress: dict[str, Any], changed: Iterable[int], state: Callable[[int], State]
@@ -47,31 +49,34 @@ class Checkpoints:
         """Write a checkpoint of a finished round; `state` gives the state of each changed client."""
         self.folder.mkdir(parents=True, exist_ok=True)
         clients = dict(self._clients)
-        for client in sorted(changed):
-            clients[str(client)] = self._write(f"client-{client:04d}.{round}.safetensors", to_bytes(state(client)))
-        content = {
-            "round": round,
-            "server": self._write(f"server.{round}.safetensors", to_bytes(server)),
-            "progress": self._write(f"progress.{round}.json", json.dumps(progress).encode()),
-            "clients": clients,
-        }
-        now, before = self.folder / _NOW, self.folder / _BEFORE
-        if now.exists():
-            atomic.write(before, now.read_bytes())
-        atomic.write(now, json.dumps(content))
-        self._clients = clients
-        self._clean()
+        try:
+            for client in sorted(changed):
+                name = f"client-{client:04d}.{round}.safetensors"
+                clients[str(client)] = self._write(name, state_bytes(state(client)))
+            content = {
+                "round": round,
+                "server": self._write(f"server.{round}.safetensors", state_bytes(server)),
+                "progress": self._write(f"progress.{round}.json", json.dumps(progress).encode()),
+                "clients": clients,
+            }
+            manifest = json.dumps(content)
+            if self._manifest:  # not what lies in manifest.json: that may be the damaged one we fell back from
+                atomic.write(self.folder / _BEFORE, self._manifest)
+            atomic.write(self.folder / _NOW, manifest)
+            self._clients, self._manifest = clients, manifest
+        finally:
+            self._clean()
 
     def restore(self) -> Restored | None:
         """The newest checkpoint that is whole, or None if there is none."""
-        damaged = ""
+        self.damaged = ""
         for name in (_NOW, _BEFORE):
             if not (self.folder / name).exists():
                 continue
             try:
-                return self._read(name, damaged)
+                return self._read(name)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                damaged = f"{name}: {error}"
+                self.damaged = f"{self.damaged}; {name}: {error}" if self.damaged else f"{name}: {error}"
         return None
 
     def remove(self) -> None:
@@ -81,17 +86,17 @@ class Checkpoints:
         if self.folder.exists():
             self.folder.rmdir()
 
-    def _read(self, name: str, damaged: str) -> Restored:
-        content = json.loads((self.folder / name).read_text())
+    def _read(self, name: str) -> Restored:
+        manifest = (self.folder / name).read_text()
+        content = json.loads(manifest)
         clients = {int(client): load(self._load(entry)) for client, entry in content["clients"].items()}
         restored = Restored(
             content["round"],
             load(self._load(content["server"])),
             json.loads(self._load(content["progress"])),
             clients,
-            damaged,
         )
-        self._clients = content["clients"]
+        self._clients, self._manifest = content["clients"], manifest
         return restored
 
     def _write(self, name: str, data: bytes) -> dict[str, Any]:
@@ -108,18 +113,15 @@ class Checkpoints:
         """Delete the files that neither manifest lists."""
         kept = {_NOW, _BEFORE}
         for name in (_NOW, _BEFORE):
-            if (self.folder / name).exists():
+            try:
                 content = json.loads((self.folder / name).read_text())
                 entries = [content["server"], content["progress"], *content["clients"].values()]
-                kept |= {entry["file"] for entry in entries}
+            except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
+                continue
+            kept |= {entry["file"] for entry in entries}
         for path in self.folder.iterdir():
             if path.name not in kept:
                 path.unlink()
-
-
-def to_bytes(state: State) -> bytes:
-    """A state as safetensors bytes, on the CPU."""
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 
 def digest(data: bytes) -> str:

@@ -7,7 +7,7 @@ clients.csv        a row per client, written at the end
 summary.json       the run's result in a few numbers, written at the end
 events.jsonl       everything noteworthy, a line each: rounds with their costs, faults, fallbacks
 checkpoint/        where to go on after an interruption; removed at the end
-models/            client-0003.safetensors: each client's private model, written at the end
+models/            client-0003.safetensors: each client's private model (`model.…`) and what the method keeps beside it
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from polyfed.config import Experiment, read_experiment
 from polyfed.errors import InputError
+from polyfed.message import state_bytes
 from polyfed.records import atomic
-from polyfed.records.checkpoint import Checkpoints, to_bytes
+from polyfed.records.checkpoint import Checkpoints
 
 ROUND_COLUMNS = (
     "round", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile", "loss_mean", "participants",
@@ -82,7 +83,7 @@ class RunFolder:
 
     def add_event(self, kind: str, **details: Any) -> None:
         """Add a line to events.jsonl."""
-        self._append("events.jsonl", json.dumps({"event": kind, **details}) + "\n")
+        self._append("events.jsonl", _json({"event": kind, **details}) + "\n")
 
     def write_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write clients.csv."""
@@ -93,18 +94,18 @@ class RunFolder:
         """Write a client's private model."""
         folder = self.path / "models"
         folder.mkdir(exist_ok=True)
-        atomic.write(folder / f"client-{client:04d}.safetensors", to_bytes(dict(state)))
+        atomic.write(folder / f"client-{client:04d}.safetensors", state_bytes(state))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, the sign of a finished run."""
-        atomic.write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        atomic.write(self.path / "summary.json", _json(summary, indent=2) + "\n")
 
     def keep_until(self, round: int) -> None:
         """Drop all records of later rounds, and a last line that a kill left half written."""
         for name, columns in (("rounds.csv", ROUND_COLUMNS), ("evaluations.csv", EVALUATION_COLUMNS)):
             path = self.path / name
             rows = list(csv.reader(path.read_text().splitlines())) if path.exists() else []
-            kept = [row for row in rows[1:] if len(row) == len(columns) and int(row[0]) <= round]
+            kept = [row for row in rows[1:] if len(row) == len(columns) and row[0].isdigit() and int(row[0]) <= round]
             atomic.write(path, _csv([list(columns), *kept]))
         events = [event for event in self.events() if event.get("round", 0) <= round]
         atomic.write(self.path / "events.jsonl", "".join(json.dumps(event) + "\n" for event in events))
@@ -167,3 +168,8 @@ def _csv(rows: Iterable[Iterable[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def _json(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON that every program reads: it has no NaN, so a number that does not exist is null."""
+    return json.dumps({name: None if value != value else value for name, value in values.items()}, indent=indent)

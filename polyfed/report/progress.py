@@ -57,10 +57,11 @@ class LineProgress(QuietProgress):
                 f"round {round}/{self._rounds}  accuracy {100 * row['accuracy_mean']:.2f} %  "
                 f"loss {row['loss_mean']:.4f}  {row['seconds']:.1f} s  {left:.0f} s left",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def on_note(self, note: str) -> None:
-        self.console.print(f"note: {note}", highlight=False, markup=False)
+        self.console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 class BarProgress(QuietProgress):

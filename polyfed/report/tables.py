@@ -125,12 +125,12 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def percent(share: float) -> str:
+def percent(share: float | None) -> str:
     """
     >>> percent(0.98765)
     '98.77 %'
     """
-    return "–" if share != share else f"{100 * share:.2f} %"
+    return "–" if share is None or share != share else f"{100 * share:.2f} %"
 
 
 def quantity(number: float) -> str:

@@ -1,0 +1,37 @@
+# Two commands do all the set-up on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/ready
+TESTED := $(VENV)/ready-for-tests
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(VENV)/bin/polyfed run fedproto --rounds 15
+
+test: $(TESTED)
+	$(VENV)/bin/python -m pytest
+
+lint: $(TESTED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(READY)
+	$(VENV)/bin/python benchmarks/cpu_round.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "polyfed needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable .
+	@touch $@
+
+$(TESTED): pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(READY)

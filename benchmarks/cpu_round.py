@@ -1,0 +1,240 @@
+"""How fast a round is on a CPU, against a plain eager PyTorch loop that does the same steps in the same run.
+
+Ten clients with the five CNNs, 640 CIFAR-sized images each, batch 64, one epoch. Prints seconds per round (best of
+several), the ratio to the plain loop, the share of time outside training, and peak memory.
+
+    python benchmarks/cpu_round.py [--repeats 5] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from polyfed.assemble import assemble
+from polyfed.config import experiment
+from polyfed.data import Dataset
+from polyfed.engines import Population, new_engine
+from polyfed.engines.store import size
+from polyfed.federation import Federation
+from polyfed.records import RunFolder
+
+CLIENTS, IMAGES, BATCH, LR, CLASSES = 10, 640, 64, 0.01, 10
+
+
+def noise_data() -> Dataset:
+    """CIFAR-sized random images, enough for 640 training images in each of ten clients."""
+    generator = torch.Generator().manual_seed(0)
+    count = CLIENTS * IMAGES
+    images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return Dataset("noise", images, torch.arange(count) % CLASSES, CLASSES, (0.5,) * 3, (0.25,) * 3)
+
+
+def setting(method: str, engine: str) -> tuple[Any, Population]:
+    """The experiment and its clients."""
+    config = experiment(
+        method=method, data="python:noise", models="papers", clients=CLIENTS, partition="iid", split="1:0:0",
+        rounds=1000, batch_size=BATCH, lr=LR, engine=engine, device="cpu", eval_every=10_000, checkpoint_every=10_000,
+    )  # fmt: skip
+    return config, assemble(config, noise_data())
+
+
+def plain_round(clients: Population, method: str) -> Callable[[], None]:
+    """The same steps as a person would write them: one client after another, on all cores."""
+    networks = [clients.new_network(client).model for client in range(CLIENTS)]
+    prototypes = torch.zeros(CLASSES, 500)
+    scale, shift = 1 / (255 * 0.25), -0.5 / 0.25
+
+    def batch(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return clients.dataset.images[indices].float() * scale + shift, clients.dataset.labels[indices]
+
+    def one_round() -> None:
+        sums, counts = torch.zeros(CLASSES, 500), torch.zeros(CLASSES)
+        for client, network in enumerate(networks):
+            samples = clients.data[client].train
+            optimiser = torch.optim.SGD(network.parameters(), LR)
+            network.train()
+            for chunk in samples[torch.randperm(len(samples))].split(BATCH):
+                x, y = batch(chunk)
+                features = network.features(x)
+                loss = nn.functional.cross_entropy(network.head(features), y)
+                if method == "fedproto":
+                    loss = loss + 0.1 * (features - prototypes[y]).norm(dim=1).mean()
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+            if method == "fedproto":
+                network.eval()
+                with torch.no_grad():
+                    for chunk in samples.split(256):
+                        x, y = batch(chunk)
+                        sums.index_add_(0, y, network.features(x))
+                        counts += torch.bincount(y, minlength=CLASSES)
+        if method == "fedproto":
+            prototypes.copy_(sums / counts[:, None])
+
+    return one_round
+
+
+class BatchTimer:
+    """Adds up the time that all threads spend on making batches."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._batch = dataset.batch
+
+    def __call__(self, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        made = self._batch(*arguments)
+        with self._lock:
+            self.seconds += time.perf_counter() - begin
+        return made
+
+
+def polyfed_round(method: str, engine: str, folder: Path) -> tuple[Callable[[], None], Callable[[], dict[str, float]]]:
+    """A whole round of polyfed with its records, and what was measured inside the last one."""
+    config, clients = setting(method, engine)
+    runner = new_engine(engine, clients)
+    federation = Federation(config, clients, runner, RunFolder.create(folder, config))
+    timer = BatchTimer(runner.population.dataset)  # type: ignore[attr-defined]
+    object.__setattr__(runner.population.dataset, "batch", timer)  # type: ignore[attr-defined]
+    inside = {"train": 0.0, "round": 0.0, "data": 0.0}
+    train = runner.train
+
+    def timed_train(*arguments: Any) -> Any:
+        begin = time.perf_counter()
+        replies = train(*arguments)
+        inside["train"] = time.perf_counter() - begin
+        return replies
+
+    runner.train = timed_train  # type: ignore[method-assign]
+    number = 0
+
+    def one_round() -> None:
+        nonlocal number
+        number += 1
+        timer.seconds = 0.0
+        begin = time.perf_counter()
+        federation._round(number)
+        inside["round"] = time.perf_counter() - begin
+        inside["data"] = timer.seconds / (min(CLIENTS, os.cpu_count() or 1) if engine == "threads" else 1)
+
+    return one_round, lambda: dict(inside)
+
+
+def measure(method: str, repeats: int) -> list[dict[str, Any]]:
+    """Rows of the table for one method; contenders take turns so that a busy moment hits all of them."""
+    _, clients = setting(method, "sequential")
+    plain = plain_round(clients, method)
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = {e: polyfed_round(method, e, Path(folder) / e) for e in ("sequential", "threads")}
+        plain()
+        for one_round, _ in contenders.values():
+            one_round()
+        times: dict[str, list[float]] = {"plain loop": [], "sequential": [], "threads": []}
+        best: dict[str, dict[str, float]] = {}
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            plain()
+            times["plain loop"].append(time.perf_counter() - begin)
+            for name, (one_round, inside) in contenders.items():
+                one_round()
+                seen = inside()
+                if not times[name] or seen["round"] < min(times[name]):
+                    best[name] = seen
+                times[name].append(seen["round"])
+    reference = min(times["plain loop"])
+    rows = []
+    for name, seconds in times.items():
+        row: dict[str, Any] = {
+            "method": method,
+            "engine": name,
+            "seconds": min(seconds),
+            "ratio": min(seconds) / reference,
+        }
+        if name in best:
+            seen = best[name]
+            row["training_ratio"] = seen["train"] / reference
+            row["outside"] = (seen["round"] - seen["train"] + seen["data"]) / seen["round"]
+        rows.append(row)
+    return rows
+
+
+def memory() -> dict[str, float]:
+    """Peak memory of rounds beyond what PyTorch takes to train at all, against data plus models; in its own process."""
+    tiny = nn.Sequential(nn.Conv2d(3, 2, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 2))
+    tiny(torch.zeros(2, 3, 32, 32)).sum().backward()  # loads what PyTorch loads at its first step
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    config, clients = setting("fedproto", "threads")
+    with tempfile.TemporaryDirectory() as folder:
+        runner = new_engine("threads", clients)
+        federation = Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config))
+        for number in (1, 2, 3):
+            federation._round(number)
+    peak = resident("VmHWM") - before
+    needed = clients.dataset.images.numel() + sum(size(runner.get_state(client)) for client in range(CLIENTS))
+    return {"needed": needed, "peak": peak, "ratio": peak / needed}
+
+
+def resident(name: str) -> int:
+    """Bytes of memory that this process holds (VmRSS) or held at its peak (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="measure memory only, in this process")
+    options = parser.parse_args()
+    if options.memory:
+        print(json.dumps(memory()))
+        return
+    rows = [row for method in ("standalone", "fedproto") for row in measure(method, options.repeats)]
+    peak = json.loads(subprocess.run([sys.executable, __file__, "--memory"], capture_output=True, check=True).stdout)
+    if options.json:
+        print(json.dumps({"rounds": rows, "memory": peak}, indent=2))
+        return
+    table = Table(
+        title=f"{CLIENTS} clients, five CNNs, {IMAGES} images each, batch {BATCH}\n{processor()}, torch {torch.__version__}"
+    )
+    for column in ("method", "engine", "s per round", "÷ plain loop", "training ÷ plain loop", "outside training"):
+        table.add_column(column)
+    for row in rows:
+        training = f"{row['training_ratio']:.2f}" if "training_ratio" in row else ""
+        outside = f"{100 * row['outside']:.1f} %" if "outside" in row else ""
+        table.add_row(row["method"], row["engine"], f"{row['seconds']:.3f}", f"{row['ratio']:.2f}", training, outside)
+    Console(width=120).print(table)
+    print(
+        f"peak memory {peak['peak'] / 1e6:.0f} MB, data plus models {peak['needed'] / 1e6:.0f} MB: "
+        f"ratio {peak['ratio']:.2f}"
+    )
+
+
+def processor() -> str:
+    """The processor's name and the number of cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
+
+
+if __name__ == "__main__":
+    main()

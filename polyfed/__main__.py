@@ -1,0 +1,5 @@
+"""`python -m polyfed` is `polyfed`."""
+
+from polyfed.cli import main
+
+main()

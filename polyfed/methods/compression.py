@@ -1,0 +1,106 @@
+"""Matrices that travel as two thin factors: the smallest rank that keeps a share of the energy, and never more floats.
+
+A tensor is seen as a matrix W of its first axis by all others. Its best approximation of rank k keeps the k largest
+singular values; it travels as `NAME.left` [rows, k] and `NAME.right` [k, columns], whose product it is, or unchanged as
+`NAME`, whichever has fewer floats. What travels unchanged is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from polyfed.errors import BadMessage
+from polyfed.message import Floats, Schema, State
+
+LEFT, RIGHT = ".left", ".right"
+
+
+def compress(state: Mapping[str, Tensor], energy: float) -> State:
+    """Every tensor in its smaller form, keeping at least this share of the sum of its squares.
+
+    >>> sent = compress({"a": torch.ones(4, 5), "b": torch.zeros(4, 5)}, energy=0.9)
+    >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
+    {'a.left': (4, 1), 'a.right': (1, 5), 'b': (4, 5)}
+    """
+    sent: State = {}
+    for name, tensor in state.items():
+        factors = factorise(tensor, energy)
+        sent |= {name: tensor} if factors is None else {name + LEFT: factors[0], name + RIGHT: factors[1]}
+    return sent
+
+
+def restore(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
+    """The tensors that `compress` was given, up to what it left out; `like` has their names and shapes."""
+    return {
+        name: sent[name] if name in sent else (sent[name + LEFT] @ sent[name + RIGHT]).view(tensor.shape)
+        for name, tensor in like.items()
+    }
+
+
+def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
+    """Two factors of the smallest rank that keeps the energy, or None if the tensor itself is no larger."""
+    if tensor.dim() < 2:
+        return None
+    matrix = tensor.flatten(1).double()
+    rows, columns = matrix.shape
+    # Values that are not finite have no factors; the tensor travels as it is and the receiver refuses it.
+    if rows * columns <= rows + columns or not bool(torch.isfinite(matrix).all()) or not bool(matrix.any()):
+        return None
+    # Squared singular values are the eigenvalues of the smaller Gram matrix, which takes less time than an SVD and in
+    # double precision is more exact than float32 needs. The vectors, the larger part of the work, only if they pay.
+    wide = rows < columns
+    gram = matrix @ matrix.T if wide else matrix.T @ matrix
+    rank = needed_rank(torch.linalg.eigvalsh(gram).flip(0), energy)
+    if rank * (rows + columns) >= rows * columns:
+        return None
+    vectors = torch.linalg.eigh(gram).eigenvectors
+    kept = vectors[:, -rank:].flip(1)
+    left, right = (kept, kept.T @ matrix) if wide else (matrix @ kept, kept.T)
+    return left.to(tensor.dtype).contiguous(), right.to(tensor.dtype).contiguous()
+
+
+def needed_rank(squares: Tensor, energy: float) -> int:
+    """The smallest k whose k first squared singular values, in falling order, reach the share of their sum.
+
+    It may be all of them: a search that stops before the last would find nothing there and send zeros.
+
+    >>> needed_rank(torch.tensor([6.0, 3.0, 1.0]), 0.9), needed_rank(torch.tensor([1.0, 1.0]), 0.99)
+    (2, 2)
+    """
+    reached = squares.clamp(min=0).cumsum(0)
+    return int((reached[:-1] < energy * reached[-1]).sum()) + 1
+
+
+def compressed_schema(like: Mapping[str, Tensor]) -> Schema:
+    """Messages that `compress` makes of tensors shaped like these; `check_forms` checks the rest."""
+    entries: dict[str, Floats] = {}
+    for name, tensor in like.items():
+        matrix = tensor.dim() >= 2
+        entries[name] = Floats(tuple(tensor.shape), optional=matrix)
+        if matrix:
+            rows, columns = tensor.flatten(1).shape
+            rank = f"rank of {name}"
+            entries[name + LEFT] = Floats((rows, rank), optional=True)
+            entries[name + RIGHT] = Floats((rank, columns), optional=True)
+    return Schema(entries)
+
+
+def check_forms(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Raise `BadMessage` unless every matrix comes in exactly one form, with a sound rank and a finite product."""
+    for name, tensor in like.items():
+        if tensor.dim() < 2:
+            continue
+        forms = [form in sent for form in (name, name + LEFT, name + RIGHT)]
+        if forms not in ([True, False, False], [False, True, True]):
+            raise BadMessage(f"'{name}' must come either as it is or as its two factors '{LEFT}' and '{RIGHT}'.")
+        if forms[0]:
+            continue
+        left, right = sent[name + LEFT], sent[name + RIGHT]
+        largest = min(left.shape[0], right.shape[1])
+        if not 1 <= left.shape[1] <= largest:
+            raise BadMessage(f"the factors of '{name}' have rank {left.shape[1]}, not 1 to {largest}.")
+        if not bool(torch.isfinite(left @ right).all()):
+            raise BadMessage(f"the factors of '{name}' have a product that is not finite.")

@@ -1,0 +1,159 @@
+"""DC-PFL: a global head, calibrated on features drawn from pooled class Gaussians (Tang et al., IJCAI 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from polyfed.errors import BadMessage, InputError
+from polyfed.message import Floats, Message, Schema, State
+from polyfed.methods.base import (
+    Batch,
+    ClientNetwork,
+    Collect,
+    Knowledge,
+    Method,
+    Reply,
+    Server,
+    SplitNetwork,
+    Task,
+    Trained,
+    Training,
+)  # fmt: skip
+from polyfed.methods.gaussians import Gaussians, diagonals, draw, pack, shares
+from polyfed.methods.server_training import check_finite, train_on_vectors
+from polyfed.methods.tools import (
+    ClassVectors,
+    class_vectors_schema,
+    cross_entropy,
+    known_vectors,
+    mean_by_class,
+    module_state,
+    part_of,
+    store_vectors,
+)
+
+
+class DCPFL(Method):
+    """Clients send the mean and covariance of each class's features; they get a calibrated head and global means."""
+
+    name = "dc-pfl"
+    title = "DC-PFL"
+    paper = "Tang et al., IJCAI 2024"
+    shares = "means and covariances of features per class, and class counts"
+    requires = ("features", "head")
+
+    class Config(Method.Config):
+        weight: float = Field(
+            0.1, ge=0, description="weight of a feature's distance to its class's global mean; 0: without that loss"
+        )
+        calibrate: bool = Field(
+            True, description="train the head on virtual features too; false: no covariances are sent"
+        )
+        virtual_features: int = Field(1000, ge=1, description="virtual features that are drawn in a round")
+        clip_virtual: bool = Field(False, description="raise negative virtual features to zero, as after a ReLU")
+        paper_eq11: bool = Field(False, description="pool covariances with the weights that the paper prints")
+        server_lr: float = Field(0.01, gt=0, description="learning rate of the head on the server")
+        means_steps: int = Field(1, ge=1, description="steps of the head on each participant's class means")
+        calibration_epochs: int = Field(1, ge=1, description="passes of the head over the virtual features")
+        calibration_batch_size: int = Field(64, ge=1, description="virtual features per step")
+
+    config: Config
+
+    def __init__(self, config: Method.Config, task: Task, training: Training) -> None:
+        super().__init__(config, task, training)
+        self.collect = Collect(covariance=self.config.calibrate)
+
+    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
+        _linear_head(model)
+        return {"means": ClassVectors(self.task.classes, model.feature_size)}
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        changed = part_of(message.tensors, "model.head")
+        if "means" in message.tensors:
+            changed |= store_vectors(state, "means", message.tensors["means"], message.metadata["labels"])
+        return changed
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        # Eq. 4 of the paper. Eq. 3 is the plain norm, not its square; a class without a global mean has no such term.
+        features = net.features(batch.x)
+        away: Tensor = net.means.distance(features, batch.y)
+        return cross_entropy(net.head(features), batch.y) + self.config.weight * away
+
+    def upload(self, client: Trained) -> Message:
+        assert client.statistics is not None
+        own = client.statistics
+        tensors = {"means": own.means}
+        if own.covariances is not None:
+            tensors["covariances"] = pack(own.covariances)
+        return Message(tensors, {"labels": own.labels, "counts": own.counts})
+
+    def start(self, server: Server) -> None:
+        server.modules["header"] = _linear_head(self.task.new_model())
+        empty = ClassVectors(self.task.classes, self.task.feature_size)
+        server.state.update({f"means.{name}": tensor for name, tensor in empty.state_dict().items()})
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        means = known_vectors(server.state, "means") if self.config.weight else Message()
+        return Message({**module_state("model.head", server.modules["header"]), **means.tensors}, means.metadata)
+
+    def schema(self) -> Schema:
+        size = self.task.feature_size
+        schema = class_vectors_schema("means", self.task.classes, size, counts=True)
+        covariances = {"covariances": Floats(("seen", size * (size + 1) // 2))} if self.config.calibrate else {}
+        return Schema({**schema.tensors, **covariances}, schema.metadata)
+
+    def check(self, message: Message) -> None:
+        super().check(message)
+        if self.config.calibrate and bool(
+            (diagonals(message.tensors["covariances"], self.task.feature_size) < 0).any()
+        ):
+            raise BadMessage("'covariances' holds a negative variance.")
+
+    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        messages = [reply.message for reply in replies if len(reply.message.metadata["labels"])]
+        if not messages:
+            return
+        config, header = self.config, server.modules["header"]
+        train = partial(train_on_vectors, header, lr=config.server_lr)
+        # Eqs. 8 and 9 of the paper: one client after another, all its classes in one step.
+        for message in messages:
+            means, labels = message.tensors["means"], message.metadata["labels"]
+            train(means, labels, epochs=config.means_steps, batch_size=len(labels), generator=server.generator("means"))
+        labels, counts = (torch.cat([message.metadata[name] for message in messages]) for name in ("labels", "counts"))
+        means = torch.cat([message.tensors["means"] for message in messages])
+        # Eq. 10. A class that no participant holds keeps its last mean.
+        pooled, seen = mean_by_class(means, labels, counts, self.task.classes)
+        server.state.update(store_vectors(server.state, "means", pooled, seen))
+        if config.calibrate:
+            triangles = torch.cat([message.tensors["covariances"] for message in messages])
+            features, classes = self._virtual_features(server, Gaussians(labels, counts, means, triangles))
+            epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
+            # Eq. 12.
+            train(features, classes, epochs=epochs, batch_size=batch_size, generator=server.generator("calibration"))
+        check_finite(header, "header", server.round, config.server_lr)
+
+    def _virtual_features(self, server: Server, sent: Gaussians) -> tuple[Tensor, Tensor]:
+        """Features of every class that was sent, in proportion to its samples, and their classes."""
+        totals = torch.zeros(self.task.classes, dtype=torch.int64).index_add_(0, sent.labels, sent.counts)
+        features, classes = draw(
+            sent,
+            shares(totals, self.config.virtual_features),
+            generator=server.generator("virtual features"),
+            device=server.device,
+            paper_weights=self.config.paper_eq11,
+        )
+        return features.clamp(min=0) if self.config.clip_virtual else features, classes
+
+
+def _linear_head(model: SplitNetwork) -> nn.Linear:
+    if not isinstance(model.head, nn.Linear):
+        raise InputError(
+            f"dc-pfl needs networks whose head is one linear layer, but this head is a {type(model.head).__name__}: "
+            "choose networks that end with a single nn.Linear behind their features."
+        )
+    return model.head

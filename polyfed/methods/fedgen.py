@@ -1,0 +1,158 @@
+"""FedGen: the server trains a generator of features that teaches the clients (Zhu et al., ICML 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from polyfed.errors import BadMessage
+from polyfed.message import Counts, Labels, Message, Schema, State
+from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Method, Phase, Reply, Server, SplitNetwork, Trained
+from polyfed.methods.distillation import kl_divergence
+from polyfed.methods.feature_generator import ClientGenerator, ServerGenerator, train_generator
+from polyfed.methods.server_training import check_finite
+from polyfed.methods.tools import cross_entropy, module_state, part_of, same_shapes
+
+SMALLEST_WEIGHT = 1e-4
+
+
+class FedGen(Method):
+    """Heads are averaged; features generated for any class train them, and guide the client's own predictions."""
+
+    name = "fedgen"
+    title = "FedGen"
+    paper = "Zhu et al., ICML 2021"
+    shares = "the head and the number of samples of each class"
+    requires = ("head",)
+
+    class Config(Method.Config):
+        label_weight: float = Field(
+            10.0, ge=0, description="weight of the head's loss on generated features, before it fades"
+        )
+        guidance_weight: float = Field(
+            10.0,
+            ge=0,
+            description="weight of the divergence from what the head makes of generated features, likewise",
+        )
+        decay: float = Field(
+            0.98, gt=0, le=1, description="what both weights and the server's learning rate are multiplied by per round"
+        )
+        noise: int = Field(32, ge=1, description="random numbers that a feature is generated from")
+        hidden: int = Field(512, ge=1, description="hidden units of the generator")
+        server_lr: float = Field(3e-4, gt=0, description="learning rate of the generator (Adam)")
+        server_steps: int = Field(50, ge=1, description="training steps of the generator per round")
+        server_batch: int = Field(32, ge=2, description="generated features per step on the server")
+
+    config: Config
+
+    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
+        config = self.config
+        return {"generator": ClientGenerator(self.task.classes, model.feature_size, config.noise, config.hidden)}
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        if "labels" not in message.metadata:
+            return dict(message.tensors)
+        known = torch.zeros_like(state["generator.known"])
+        known[message.metadata["labels"]] = True
+        fading = self.config.decay ** (client.round - 1)
+        weights = [
+            max(start * fading, min(start, SMALLEST_WEIGHT))
+            for start in (self.config.label_weight, self.config.guidance_weight)
+        ]
+        return {**message.tensors, "generator.known": known, "generator.weights": torch.tensor(weights)}
+
+    def phases(self) -> list[Phase]:
+        return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs, draw=self.draw)]
+
+    def draw(self, generator: torch.Generator, samples: int) -> State:
+        """For each sample of a batch: noise for a feature of its class, and noise and a class for a generated one."""
+        noise = torch.randn(2, samples, self.config.noise, generator=generator)
+        return {"guiding": noise[0], "noise": noise[1], "chance": torch.rand(samples, generator=generator)}
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        generator: ClientGenerator = net.generator
+        # The generator's weights are zero until it has arrived.
+        label_weight, guidance_weight = generator.weights
+        logits = net(batch.x)
+        labels = generator.choose(batch.drawn["chance"])
+        generated = cross_entropy(net.head(generator(batch.drawn["noise"], labels)), labels)
+        guide = net.head(generator(batch.drawn["guiding"], batch.y))
+        # A class that nobody has told the server of yet gives no guidance.
+        guidance = torch.where(generator.known[batch.y], kl_divergence(guide, logits), 0.0)
+        values: Tensor = cross_entropy(logits, batch.y) + label_weight * generated + guidance_weight * guidance
+        return values
+
+    def upload(self, client: Trained) -> Message:
+        # The server weights heads by their samples of a class; other clients only learn which classes there are.
+        metadata = {"labels": client.classes, "counts": client.counts[client.classes]}
+        return Message(part_of(client.state, "model.head"), metadata)
+
+    def start(self, server: Server) -> None:
+        classes, size = self.task.classes, self.task.feature_size
+        server.modules["generator"] = self.task.seeded_module(
+            lambda: ServerGenerator(classes, size, self.config.noise, self.config.hidden), "generator"
+        )
+        server.state.update(self._head_state)
+        server.state["known"] = torch.zeros(classes, dtype=torch.bool)
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        head = part_of(server.state, "model.head")
+        known = server.state["known"].nonzero().flatten()
+        if len(known) == 0:  # an untrained generator would only disturb
+            return Message(head)
+        return Message({**head, **generator_of(server).for_clients()}, {"labels": known})
+
+    def schema(self) -> Schema:
+        return Schema(same_shapes(self._head_state), {"labels": Labels(self.task.classes), "counts": Counts(("seen",))})
+
+    def check(self, message: Message) -> None:
+        super().check(message)
+        if message.metadata["labels"].numel() == 0:
+            raise BadMessage("the message comes from a client without samples.")
+
+    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        counts = torch.zeros(len(replies), self.task.classes, dtype=torch.float64)
+        for row, reply in zip(counts, replies, strict=True):
+            row[reply.message.metadata["labels"]] = reply.message.metadata["counts"].double()
+        heads = {name: torch.stack([reply.message.tensors[name] for reply in replies]) for name in self._head_state}
+        share = (counts.sum(1) / counts.sum()).float()
+        server.state.update({name: torch.tensordot(share, stacked, dims=1) for name, stacked in heads.items()})
+        server.state["known"] = server.state["known"] | (counts.sum(0) > 0)
+        self._train_generator(server, heads, counts)
+
+    def _train_generator(self, server: Server, heads: State, counts: Tensor) -> None:
+        device, config = server.device, self.config
+        head = deepcopy(self._head).to(device).eval()
+        stacked = {name.removeprefix("model.head."): tensor.to(device) for name, tensor in heads.items()}
+        train_generator(
+            generator_of(server).to(device),
+            lambda features: vmap(lambda own: functional_call(head, own, features))(stacked),
+            counts.to(device),
+            steps=config.server_steps,
+            batch_size=config.server_batch,
+            lr=config.server_lr * config.decay ** (server.round - 1),
+            random=server.generator("generator"),
+        )
+        check_finite(generator_of(server), "generator", server.round, config.server_lr)
+        server.modules.cpu()
+
+    @cached_property
+    def _head(self) -> nn.Module:
+        return self.task.new_model().head.requires_grad_(False)
+
+    @cached_property
+    def _head_state(self) -> State:
+        return module_state("model.head", self._head)
+
+
+def generator_of(server: Server) -> ServerGenerator:
+    """The server's generator, which lives on from round to round."""
+    generator = server.modules["generator"]
+    assert isinstance(generator, ServerGenerator)
+    return generator

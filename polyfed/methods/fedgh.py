@@ -1,0 +1,68 @@
+"""FedGH: the server trains a global header on the clients' class means (Yi et al., ACM MM 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from polyfed.errors import DivergedError
+from polyfed.message import Message, Schema
+from polyfed.methods.base import Collect, Method, Reply, Server, Trained
+from polyfed.methods.server_training import train_on_vectors
+from polyfed.methods.tools import class_vectors_schema, module_state
+
+
+class FedGH(Method):
+    """Clients send the mean feature of each of their classes; a head trained on all of them replaces every client's."""
+
+    name = "fedgh"
+    title = "FedGH"
+    paper = "Yi et al., ACM MM 2023"
+    shares = "class prototypes (mean features)"
+    requires = ("features", "head")
+    collect = Collect()
+
+    class Config(Method.Config):
+        server_lr: float = Field(0.01, gt=0, description="learning rate of the header on the server")
+        server_epochs: int = Field(1, ge=1, description="passes over a round's class means on the server")
+        server_batch_size: int = Field(10, ge=1, description="class means per step on the server")
+
+    config: Config
+
+    def upload(self, client: Trained) -> Message:
+        assert client.statistics is not None
+        return Message({"prototypes": client.statistics.means}, {"labels": client.statistics.labels})
+
+    def start(self, server: Server) -> None:
+        # In evaluation mode throughout: class means are no batch of samples for dropout or batch norm.
+        server.modules["header"] = self.task.new_model().head.eval()
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        return Message(module_state("model.head", server.modules["header"]))
+
+    def schema(self) -> Schema:
+        return class_vectors_schema("prototypes", self.task.classes, self.task.feature_size)
+
+    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        vectors = torch.cat([reply.message.tensors["prototypes"] for reply in replies])
+        labels = torch.cat([reply.message.metadata["labels"] for reply in replies])
+        if len(labels) == 0:
+            return
+        header = server.modules["header"]
+        train_on_vectors(
+            header,
+            vectors,
+            labels,
+            epochs=self.config.server_epochs,
+            batch_size=self.config.server_batch_size,
+            lr=self.config.server_lr,
+            generator=server.generator("header"),
+        )
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in header.parameters()):
+            raise DivergedError(
+                f"the server's header is no longer finite in round {server.round}: lower its learning rate "
+                f"(--set method.server_lr={self.config.server_lr / 10:g})."
+            )

@@ -1,0 +1,159 @@
+"""FedSSA: clients share the header rows of the classes they have (Yi et al., IJCAI 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from polyfed.errors import InputError
+from polyfed.message import Floats, Message, Schema, State
+from polyfed.methods.base import Knowledge, Method, Reply, Server, Task, Trained, Training
+from polyfed.methods.tools import ClassVectors, class_vectors_schema, mean_by_class, store_vectors
+
+GROWTH_WARNING = 10
+"""Stabilisation beyond this round lets rows grow so much that a run should say so."""
+
+
+class FedSSA(Method):
+    """A class's row of the header (its weights and its bias) is averaged over the clients that have the class.
+
+    Rows of classes that a client does not have stay as they are, in both directions.
+    """
+
+    name = "fedssa"
+    title = "FedSSA"
+    paper = "Yi et al., IJCAI 2024"
+    shares = "header rows of seen classes"
+    requires = ("features", "head")
+    announces_classes = True
+
+    class Config(Method.Config):
+        history: float = Field(
+            0.5, ge=0, le=1, description="how much of its own last rows a client adds at first (the paper's mu_0)"
+        )
+        stable_round: int = Field(
+            4, ge=1, description="round from which on it adds nothing (the paper's T_stable); 1 or 2: never any"
+        )
+        convex: bool = Field(
+            False, description="mix own and global rows with weights that sum to one, so that rows do not grow"
+        )
+        holders: Literal["all", "participants"] = Field(
+            "all", description="a global row is the mean of all that ever sent the class, or of this round's alone"
+        )
+        full_header: bool = Field(
+            False, description="send whole headers with zeros for other classes, so that no list of classes travels"
+        )
+
+    config: Config
+
+    def __init__(self, config: Config, task: Task, training: Training) -> None:
+        super().__init__(config, task, training)
+        head = task.new_model().head
+        if not isinstance(head, nn.Linear):
+            raise InputError(
+                "fedssa needs a head that is one linear layer, with one row for each class, but that of "
+                f"{task.architecture.name} is of type {type(head).__name__}; choose networks that end with one."
+            )
+        self.row_size = header_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
+        self.announces_classes = not config.full_header
+
+    # The client's side -----------------------------------------------------------------------------------------------
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        if not message.tensors:
+            return {}
+        rows = header_rows(state)
+        labels, received = sent_rows(message)
+        own = torch.isin(labels, client.classes.to(labels.device))
+        labels, received = labels[own], received[own]
+        # Eq. 4 of the paper. A class without a global row is not in the message: its local row stays.
+        share = self.own_share(client.round)
+        rows[labels] = (1 - share if self.config.convex else 1) * received + share * rows[labels]
+        return split_rows(state, rows)
+
+    def own_share(self, round: int) -> float:
+        """The weight of a client's own rows in a round (the paper's mu^t); rounds count from 1."""
+        stable = self.config.stable_round
+        return self.config.history * math.cos(math.pi * round / (2 * stable)) if round < stable else 0.0
+
+    def upload(self, client: Trained) -> Message:
+        rows, seen = header_rows(client.state), client.counts > 0
+        if self.config.full_header:
+            return Message({"header": torch.where(seen.to(rows.device)[:, None], rows, 0.0)})
+        return Message({"rows": rows[client.classes.to(rows.device)]}, {"labels": client.classes})
+
+    # The server's side -----------------------------------------------------------------------------------------------
+
+    def start(self, server: Server) -> None:
+        empty = ClassVectors(self.task.classes, self.row_size)
+        server.state.update({f"rows.{name}": tensor for name, tensor in empty.state_dict().items()})
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        rows, known = server.state["rows.vectors"], server.state["rows.known"]
+        if self.config.full_header:
+            return Message({"header": rows}) if bool(known.any()) else Message()
+        assert classes is not None
+        labels = classes[known[classes]]
+        return Message({"rows": rows[labels]}, {"labels": labels}) if len(labels) else Message()
+
+    def schema(self) -> Schema:
+        if self.config.full_header:
+            return Schema({"header": Floats((self.task.classes, self.row_size))})
+        return class_vectors_schema("rows", self.task.classes, self.row_size)
+
+    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        if server.round == 1:
+            server.notes.extend(self.growth_note())
+        sent = {reply.client: sent_rows(reply.message) for reply in replies}
+        if self.config.holders == "all":
+            for client, (labels, rows) in sent.items():
+                server.state |= {f"client.{client}.labels": labels, f"client.{client}.rows": rows}
+            sent = latest_rows(server.state)
+        # Eq. 3 of the paper: a plain mean over the holders. A class that none of them sent keeps its last row.
+        labels = torch.cat([labels for labels, _ in sent.values()])
+        rows = torch.cat([rows for _, rows in sent.values()])
+        means, seen = mean_by_class(rows, labels, torch.ones(len(labels)), self.task.classes)
+        server.state.update(store_vectors(server.state, "rows", means, seen))
+
+    def growth_note(self) -> list[str]:
+        """The paper's sum is no mean: a warning where it can let rows grow far."""
+        growth = math.prod(1 + self.own_share(round) for round in range(2, self.task.rounds + 1))
+        if self.config.convex or self.config.stable_round <= GROWTH_WARNING or growth == 1:
+            return []
+        return [
+            f"with stable_round {self.config.stable_round} header rows can grow {growth:.3g}-fold before they are "
+            "stable; convex=true keeps their size"
+        ]
+
+
+def header_rows(state: Mapping[str, Tensor]) -> Tensor:
+    """A linear head as one row per class, a new tensor [classes, features]; the bias, if any, is its last column."""
+    weight, bias = state["model.head.weight"], state.get("model.head.bias")
+    return weight.clone() if bias is None else torch.cat([weight, bias[:, None]], dim=1)
+
+
+def split_rows(state: Mapping[str, Tensor], rows: Tensor) -> State:
+    """The head's entries of a client's state that hold these rows."""
+    if "model.head.bias" not in state:
+        return {"model.head.weight": rows}
+    return {"model.head.weight": rows[:, :-1], "model.head.bias": rows[:, -1]}
+
+
+def sent_rows(message: Message) -> tuple[Tensor, Tensor]:
+    """The classes whose rows a message carries, and these rows; of a full header, those that are not zero."""
+    if "rows" in message.tensors:
+        return message.metadata["labels"], message.tensors["rows"]
+    header = message.tensors["header"]
+    labels = (header != 0).any(dim=1).nonzero().flatten()
+    return labels, header[labels]
+
+
+def latest_rows(state: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """What the server keeps of every client that has ever answered, in the order of client numbers."""
+    numbers = sorted(int(name.split(".")[1]) for name in state if name.endswith(".labels"))
+    return {number: (state[f"client.{number}.labels"], state[f"client.{number}.rows"]) for number in numbers}

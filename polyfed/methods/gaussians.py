@@ -1,0 +1,123 @@
+"""Gaussians of features, one per class: how covariances travel, how clients' are put together, how they are sampled.
+
+Nothing here is as large as all covariances at once. A Gaussian is sampled from the rows of a factor L with Σ = Lᵀ L.
+A client's covariance of n samples has rank n − 1 at most, so its factor is found in n − 1 steps from as many columns
+of its packed triangle; and the factor of a pooled covariance is its clients' factors, scaled and put below each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Gaussians(NamedTuple):
+    """What clients know of their classes: one row for each class of each client."""
+
+    labels: Tensor
+    counts: Tensor
+    means: Tensor
+    triangles: Tensor
+    """Covariances, packed."""
+
+
+def pack(matrices: Tensor) -> Tensor:
+    """The upper triangles of symmetric matrices, row by row: [n, size, size] to [n, size (size + 1) / 2].
+
+    >>> pack(torch.tensor([[[1.0, 2.0], [2.0, 3.0]]])).tolist()
+    [[1.0, 2.0, 3.0]]
+    """
+    rows, columns = torch.triu_indices(matrices.shape[1], matrices.shape[1], device=matrices.device)
+    places = rows * matrices.shape[1] + columns
+    return matrices.flatten(1).gather(1, places.expand(len(matrices), -1))
+
+
+def diagonals(triangles: Tensor, size: int) -> Tensor:
+    """The diagonals of packed matrices: [n, size]."""
+    every = torch.arange(size, device=triangles.device)
+    return triangles[:, _places(every, every, size)]
+
+
+def _places(row: Tensor, column: Tensor, size: int) -> Tensor:
+    """Where entries of a symmetric matrix are in its packed triangle."""
+    low, high = torch.minimum(row, column), torch.maximum(row, column)
+    return low * (2 * size - low - 1) // 2 + high
+
+
+def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
+    """Factors L [n, rank, size] with Lᵀ L = Σ of packed covariances that have at most that rank.
+
+    A Cholesky decomposition with pivots, all matrices at once: each step takes the feature with most variance left
+    and explains all it can by it. Singular and zero covariances need no care, and what is left at the end of one
+    that is not positive semi-definite (by rounding, say) is dropped.
+    """
+    everyone = torch.arange(len(triangles), device=triangles.device)
+    features = torch.arange(size, device=triangles.device)
+    left = diagonals(triangles, size).double()
+    smallest = 10 * torch.finfo(triangles.dtype).eps * left.amax(1)  # below this, all is rounding
+    found = triangles.new_zeros(len(triangles), min(rank, size), size)
+    for step in range(found.shape[1]):
+        variance, pivot = left.max(1)
+        column = triangles.gather(1, _places(features, pivot[:, None], size))
+        done = found[:, :step]
+        column -= (done[everyone, :, pivot][:, None] @ done)[:, 0]
+        usable = variance > smallest
+        scale = torch.where(usable, torch.where(usable, variance, 1.0).rsqrt(), 0.0)
+        found[:, step] = column * scale[:, None]
+        left -= found[:, step].square()
+        left[everyone, pivot] = 0.0
+    return found
+
+
+def pool(counts: Tensor, means: Tensor, parts: Tensor, *, paper_weights: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and factor of the covariance of several clients' samples put together, from each client's of its own.
+
+    `parts` are the clients' factors [clients, rank, size]. Eqs. 10 and 11 of the DC-PFL paper, exact: in front of the
+    clients' covariances stands n_i − 1, where Eq. 11 prints n_i (`paper_weights`). One sample alone has covariance 0.
+    """
+    weights = counts.to(means)
+    mean = weights @ means / weights.sum()
+    within = weights if paper_weights else weights - 1
+    rows = (within.sqrt()[:, None, None] * parts.to(means)).flatten(0, 1)
+    # The terms with means in Eq. 11, in their centred form, are one more row for each client.
+    between = weights.sqrt()[:, None] * (means - mean)
+    return mean, torch.cat([rows, between]) / (weights.sum() - 1).clamp(min=1).sqrt()
+
+
+def draw(
+    sent: Gaussians,
+    amounts: Tensor,
+    *,
+    generator: torch.Generator,
+    device: torch.device | None = None,
+    paper_weights: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As many vectors from the pooled Gaussian of each class as `amounts` says, and their classes, on the CPU.
+
+    The heavy work is done on `device`.
+    """
+    parts = factors(sent.triangles.to(device), sent.means.shape[1], int(sent.counts.max()) - 1)
+    vectors = []
+    for label in amounts.nonzero().flatten().tolist():
+        rows = (sent.labels == label).nonzero().flatten()
+        counts, means = sent.counts[rows], sent.means[rows].to(device, torch.float64)
+        own = parts[rows.to(device), : int(counts.max()) - 1]
+        mean, factor = pool(counts.to(device), means, own, paper_weights=paper_weights)
+        noise = torch.randn(int(amounts[label]), len(factor), dtype=torch.float64, generator=generator)
+        vectors.append(mean + noise.to(device) @ factor)
+    return torch.cat(vectors).float().cpu(), torch.arange(len(amounts)).repeat_interleave(amounts)
+
+
+def shares(counts: Tensor, total: int) -> Tensor:
+    """Whole numbers in proportion to the counts that sum to the total exactly, by largest remainder.
+
+    >>> shares(torch.tensor([1, 0, 1, 1]), 10).tolist()
+    [4, 0, 3, 3]
+    """
+    quotas = counts * total
+    whole = quotas // counts.sum()
+    largest = (quotas % counts.sum()).argsort(descending=True, stable=True)
+    whole[largest[: total - int(whole.sum())]] += 1
+    return whole

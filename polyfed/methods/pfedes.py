@@ -1,0 +1,144 @@
+"""pFedES: clients share a small proxy extractor that enhances their images (Yi et al., AAAI 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Literal
+
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+
+from polyfed.errors import InputError
+from polyfed.message import Message, Schema
+from polyfed.methods.base import (
+    Batch,
+    ClientNetwork,
+    Method,
+    Phase,
+    Reply,
+    Server,
+    SplitNetwork,
+    Task,
+    Trained,
+    Training,
+)
+from polyfed.methods.tools import SAMPLES, cross_entropy, module_state, part_of, same_shapes, weighted_mean
+from polyfed.models import ProxyExtractor, seed_dropout
+from polyfed.models.dryrun import dry_run, example_images
+from polyfed.models.factories import call_factory, load_object
+
+
+class PFedES(Method):
+    """A network from images to images stands before every private model; it alone travels and is averaged.
+
+    The two train in turn, each while the other is frozen. The proxy is not used for prediction.
+    """
+
+    name = "pfedes"
+    title = "pFedES"
+    paper = "Yi et al., AAAI 2025"
+    shares = "a small proxy extractor"
+
+    class Config(Method.Config):
+        weight: float = Field(
+            0.1, gt=0, le=0.5, description="weight of the enhanced images in the model's loss (the paper's mu)"
+        )
+        proxy_epochs: int | None = Field(
+            None, ge=1, description="epochs of the proxy in a round; none: 5 if the model has 10, else as many as it"
+        )
+        activation: Literal["relu", "none", "tanh"] = Field(
+            "relu", description="what the two convolutions end with: relu as the released code, none or tanh"
+        )
+        proxy: str = Field(
+            "convolutions", description="convolutions, or package.module:factory of a network from images to images"
+        )
+
+        @field_validator("activation", mode="before")
+        @classmethod
+        def _no_activation(cls, value: object) -> object:
+            """On the command line and in YAML, none may arrive as no value."""
+            return "none" if value is None else value
+
+    config: Config
+
+    def __init__(self, config: Config, task: Task, training: Training) -> None:
+        super().__init__(config, task, training)
+        self.first_proxy = module_state("proxy", task.seeded_module(self.new_proxy, "proxy"))
+
+    def new_proxy(self) -> nn.Module:
+        """A proxy extractor for this task's images, checked: what comes out has the shape of what goes in."""
+        if self.config.proxy == "convolutions":
+            return ProxyExtractor(self.task.input_shape, activation=self.config.activation)
+        return own_proxy(self.config.proxy, self.task)
+
+    # The client's side -----------------------------------------------------------------------------------------------
+
+    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
+        return {"proxy": self.new_proxy()}
+
+    def phases(self) -> list[Phase]:
+        epochs = self.training.epochs
+        proxy_epochs = self.config.proxy_epochs or (5 if epochs == 10 else epochs)
+        return [
+            Phase("model", trains=("model",), loss=self.model_loss, epochs=epochs),
+            Phase("proxy", trains=("proxy",), loss=self.proxy_loss, epochs=proxy_epochs),
+        ]
+
+    def model_loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        """Eq. 6 of the paper: the private model on enhanced and on original images."""
+        enhanced = self.proxy_loss(net, batch)
+        original = cross_entropy(net(batch.x), batch.y)
+        return self.config.weight * enhanced + (1 - self.config.weight) * original
+
+    def proxy_loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        """Eq. 9 of the paper: the private model on enhanced images."""
+        return cross_entropy(net(net.proxy(batch.x)), batch.y)
+
+    def upload(self, client: Trained) -> Message:
+        return Message(part_of(client.state, "proxy"), client.sample_count)
+
+    def inspect(self, net: ClientNetwork, batch: Batch) -> list[str]:
+        # With ReLU at its end the proxy can die; no gradient brings it back, and nothing else would show it.
+        if bool(net.proxy(batch.x).any()):
+            return []
+        return ["the proxy extractor gives only zeros and can't learn any more; activation=none avoids that"]
+
+    # The server's side -----------------------------------------------------------------------------------------------
+
+    def start(self, server: Server) -> None:
+        server.state.update({name: tensor.clone() for name, tensor in self.first_proxy.items()})
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        return Message(dict(server.state))
+
+    def schema(self) -> Schema:
+        return Schema(same_shapes(self.first_proxy), SAMPLES)
+
+    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        # Eq. 11 of the paper divides by the samples of all clients, so the proxy would shrink whenever some are
+        # missing; the weights of those that took part must sum to one.
+        server.state.update(weighted_mean(replies))
+
+
+def own_proxy(address: str, task: Task) -> nn.Module:
+    """The user's own proxy extractor, or an error that says why it can't be one."""
+    found = load_object(address)
+    if isinstance(found, nn.Module):
+        proxy = deepcopy(found)
+    elif callable(found):
+        proxy = call_factory(found, address, task.input_shape, task.classes)
+    else:
+        raise InputError(f"'{address}' is a value of type {type(found).__name__}, not a network or what makes one.")
+    proxy = seed_dropout(proxy).float()
+    images = example_images(proxy, task.input_shape)
+    output = dry_run(proxy, images, address).output
+    if not isinstance(output, Tensor) or output.shape != images.shape:
+        given = tuple(output.shape[1:]) if isinstance(output, Tensor) else f"a value of type {type(output).__name__}"
+        raise InputError(
+            f"the proxy extractor {address} must give images of the shape it gets, {task.input_shape}, but it gives "
+            f"{given}."
+        )
+    if not any(True for _ in proxy.parameters()):
+        raise InputError(f"the proxy extractor {address} has no parameters, so there is nothing to train and share.")
+    return proxy

@@ -1,0 +1,70 @@
+"""What methods with prototypes share: a client's side, which is the same however the server makes the prototypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from polyfed.message import Message, Schema, State
+from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method, Server, SplitNetwork, Trained
+from polyfed.methods.tools import ClassVectors, class_vectors_schema, cross_entropy, known_vectors, store_vectors
+
+
+class PrototypeMethod(Method):
+    """Clients send the mean feature of each of their classes and pull features towards the prototypes they receive.
+
+    The server keeps its prototypes in `prototypes.vectors` and which of them exist in `prototypes.known`.
+    """
+
+    shares = "class prototypes (mean features)"
+    requires = ("features",)
+    collect = Collect()
+
+    class Config(Method.Config):
+        weight: float | None = Field(
+            None, ge=0, description="weight of the distance to the prototype; none: 0.1 for euclidean, 10 for mse"
+        )
+        distance: Literal["euclidean", "mse"] = Field("euclidean", description="distance of a feature to its prototype")
+
+    config: Config
+
+    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
+        return {"prototypes": ClassVectors(self.task.classes, model.feature_size)}
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        if not message.tensors:
+            return {}
+        return store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        config = self.config
+        weight = config.weight if config.weight is not None else {"euclidean": 0.1, "mse": 10.0}[config.distance]
+        features = net.features(batch.x)
+        # A class without a global prototype has no second term.
+        away: Tensor = net.prototypes.distance(features, batch.y, config.distance)
+        return cross_entropy(net.head(features), batch.y) + weight * away
+
+    def upload(self, client: Trained) -> Message:
+        assert client.statistics is not None
+        return Message({"prototypes": client.statistics.means}, {"labels": client.statistics.labels})
+
+    def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
+        features = net.features(x)
+        classifier = net.head(features)
+        # Before the first prototypes arrive there is only the classifier.
+        nearest = torch.where(net.prototypes.known.any(), net.prototypes.closeness(features), classifier)
+        return {"prototypes": nearest, "classifier": classifier}
+
+    def start(self, server: Server) -> None:
+        empty = ClassVectors(self.task.classes, self.task.feature_size)
+        server.state.update({f"prototypes.{name}": tensor for name, tensor in empty.state_dict().items()})
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        return known_vectors(server.state, "prototypes")
+
+    def schema(self) -> Schema:
+        return class_vectors_schema("prototypes", self.task.classes, self.task.feature_size)

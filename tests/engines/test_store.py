@@ -1,0 +1,96 @@
+"""The client store: memory, then disk, and never two owners of one tensor."""
+
+from pathlib import Path
+
+import torch
+
+from polyfed.engines.store import ClientStore, size
+from polyfed.message import State
+
+
+def state(value: float) -> State:
+    return {"w": torch.full((4,), float(value)), "steps": torch.tensor(int(value)), "known": torch.tensor([True, False])}
+
+
+FIRST = state(-1)
+BYTES = 4 * 4 + 8 + 2
+
+
+def new_store(states: float) -> ClientStore:
+    """A store with room for so many states."""
+    return ClientStore(lambda client: FIRST, int(BYTES * states))
+
+
+def value(store: ClientStore, client: int) -> int:
+    return int(store.get(client)["steps"])
+
+
+def test_size_counts_bytes() -> None:
+    assert size(FIRST) == BYTES
+
+
+def test_a_client_without_a_state_starts_from_a_copy_of_the_first() -> None:
+    store = new_store(9)
+    assert not store.has(5)
+    taken = store.take(5)
+    taken["w"].zero_()
+    assert FIRST["w"].tolist() == [-1.0] * 4
+    assert value(store, 5) == -1  # nothing was put back
+    store.put(5, taken)
+    assert store.has(5)
+    assert store.get(5)["w"].tolist() == [0.0] * 4
+
+
+def test_the_least_recently_used_states_go_to_disk() -> None:
+    store = new_store(2)
+    for client in range(3):
+        store.put(client, state(client))
+    assert (set(store._states), store._spilled) == ({1, 2}, {0})
+    store.get(1)  # used now, so client 2 is the next to go
+    store.put(3, state(3))
+    assert (set(store._states), store._spilled) == ({1, 3}, {0, 2})
+    assert [value(store, client) for client in range(4)] == [0, 1, 2, 3]
+    assert store.get(0)["known"].dtype == torch.bool
+
+
+def test_a_state_that_comes_back_from_disk_is_not_lost_or_counted_twice() -> None:
+    store = new_store(1)
+    for client in range(3):
+        store.put(client, state(client))
+    back = store.take(0)
+    back["steps"] += 10
+    store.put(0, back)
+    assert value(store, 0) == 10
+    assert store._spilled == {1, 2}
+    assert store._bytes == BYTES
+    store.put(0, state(20))
+    assert (value(store, 0), store._bytes) == (20, BYTES)
+
+
+def test_one_state_larger_than_the_budget_stays_in_memory() -> None:
+    store = new_store(0.5)
+    store.put(0, state(0))
+    assert (set(store._states), store._spilled) == ({0}, set())
+
+
+def test_changed_clients_are_remembered_until_cleared() -> None:
+    store = new_store(1)
+    store.put(0, state(0))
+    store.put(1, state(1))
+    store.get(0)
+    assert store.changed == {0, 1}
+    store.changed.clear()
+    store.put(1, store.take(1))
+    assert store.changed == {1}
+
+
+def test_closing_removes_the_files() -> None:
+    store = new_store(1)
+    store.put(0, state(0))
+    store.put(1, state(1))
+    assert store._folder is not None
+    folder = Path(store._folder.name)
+    assert len(list(folder.iterdir())) == 1
+    store.close()
+    assert not folder.exists()
+    store.close()

@@ -1,0 +1,158 @@
+"""Class Gaussians, against what the samples put together would give."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from polyfed.methods.gaussians import Gaussians, diagonals, draw, factors, pack, pool, shares
+from polyfed.methods.statistics import class_covariances
+
+SIZE = 7
+
+
+def samples(*counts: int) -> list[Tensor]:
+    """Features of several clients, each with a mean of its own, in float64."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        3 * client + torch.randn(count, SIZE, generator=generator, dtype=torch.float64)
+        for client, count in enumerate(counts)
+    ]
+
+
+def covariance(features: Tensor) -> Tensor:
+    return torch.cov(features.T) if len(features) > 1 else torch.zeros(SIZE, SIZE, dtype=features.dtype)
+
+
+def pooled(clients: list[Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+    counts = torch.tensor([len(features) for features in clients])
+    triangles = pack(torch.stack([covariance(features) for features in clients]))
+    means = torch.stack([features.mean(0) for features in clients])
+    mean, factor = pool(counts, means, factors(triangles, SIZE, int(counts.max()) - 1), **options)
+    return mean, factor.T @ factor
+
+
+@pytest.mark.parametrize("counts", [(5, 3), (40, 1, 12), (1, 1), (2, 30, 4, 1), (100,)])
+def test_pooled_covariance_is_that_of_all_samples(counts: tuple[int, ...]) -> None:
+    clients = samples(*counts)
+    together = torch.cat(clients)
+    mean, found = pooled(clients)
+    torch.testing.assert_close(mean, together.mean(0), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found, torch.cov(together.T), rtol=0, atol=1e-10)
+
+
+def test_weights_as_printed_overestimate_by_the_sum_of_covariances() -> None:
+    """Σ_i n_i Σ_i − Σ_i (n_i − 1) Σ_i = Σ_i Σ_i, divided by n − 1 = 16."""
+    clients = samples(9, 1, 7)
+    _, right = pooled(clients)
+    _, printed = pooled(clients, paper_weights=True)
+    torch.testing.assert_close(printed - right, sum(map(covariance, clients)) / 16, rtol=0, atol=1e-10)
+
+
+def test_pooled_by_hand() -> None:
+    """Samples 1, 3 here and 8 there: mean 4, covariance (9 + 1 + 16) / 2 = 13.
+
+    From the parts: (2 − 1) · 2 + 2 · (2 − 4)² + (1 − 1) · 0 + 1 · (8 − 4)² = 26, over n − 1 = 2. With the printed
+    weights 2 · 2 + 8 + 1 · 0 + 16 = 28, over 2.
+    """
+    counts, means = torch.tensor([2, 1]), torch.tensor([[2.0], [8.0]])
+    parts = torch.tensor([[[math.sqrt(2)]], [[0.0]]])
+    for paper_weights, expected in ((False, 13.0), (True, 14.0)):
+        mean, factor = pool(counts, means, parts, paper_weights=paper_weights)
+        assert mean.tolist() == [4.0]
+        assert float(factor.T @ factor) == pytest.approx(expected)
+
+
+def test_one_sample_alone_has_no_covariance() -> None:
+    mean, found = pooled(samples(1))
+    assert torch.equal(mean, samples(1)[0][0])
+    assert not found.any()
+
+
+def test_factor_of_a_singular_covariance_is_exact_and_small() -> None:
+    """Three samples in seven dimensions: rank 2, so two rows are all of it."""
+    triangles = pack(torch.stack([covariance(features) for features in samples(3, 3)]))
+    found = factors(triangles, SIZE, rank=2)
+    assert found.shape == (2, 2, SIZE)
+    torch.testing.assert_close(pack(found.mT @ found), triangles, rtol=0, atol=1e-12)
+
+
+def test_factor_of_a_rounded_covariance_stays_near_it() -> None:
+    """In float32 a singular covariance is slightly indefinite; a rank that is too large must not feed on rounding."""
+    matrix = torch.cov(samples(4)[0].T).float()
+    found = factors(pack(matrix[None]), SIZE, rank=500)[0]
+    assert found.shape == (SIZE, SIZE)
+    assert float((found.T @ found - matrix).abs().max()) < 1e-5 * float(matrix.max())
+
+
+def test_factor_of_what_is_no_covariance_is_finite() -> None:
+    wrong = torch.tensor([[[0.0, 5.0], [5.0, 0.0]], [[1.0, 2.0], [2.0, 1.0]]])
+    assert torch.isfinite(factors(pack(wrong), 2, 2)).all()
+
+
+def test_diagonals_of_packed_matrices() -> None:
+    matrix = torch.arange(9.0).reshape(1, 3, 3)
+    assert pack(matrix).tolist() == [[0.0, 1.0, 2.0, 4.0, 5.0, 8.0]]
+    assert diagonals(pack(matrix), 3).tolist() == [[0.0, 4.0, 8.0]]
+
+
+def test_draws_have_the_pooled_mean_and_covariance() -> None:
+    """100 000 draws of a class of two clients with 2 and 3 samples in seven dimensions: rank 4 at most.
+
+    The error of a mean is about the deviation (at most 4 here) over √100 000, 0.013; that of a covariance about the
+    variance times √(2 / 100 000), 0.07: five times that is allowed.
+    """
+    clients = samples(2, 3)
+    together = torch.cat(clients)
+    triangles = pack(torch.stack([covariance(features) for features in clients]))
+    means = torch.stack([features.mean(0) for features in clients])
+    sent = Gaussians(torch.tensor([1, 1]), torch.tensor([2, 3]), means.float(), triangles.float())
+    generator = torch.Generator().manual_seed(0)
+    vectors, labels = draw(sent, torch.tensor([0, 100_000]), generator=generator)
+    assert torch.linalg.matrix_rank(torch.cov(together.T)) == 4
+    assert labels.unique().tolist() == [1]
+    assert float((vectors.mean(0) - together.mean(0)).abs().max()) < 0.07
+    assert float((torch.cov(vectors.T) - torch.cov(together.T)).abs().max()) < 0.35
+    assert torch.linalg.matrix_rank(torch.cov(vectors.double().T), atol=1e-4) == 4
+
+
+def test_draws_follow_amounts_and_class_order() -> None:
+    triangles = torch.zeros(3, 3)
+    means = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])
+    sent = Gaussians(torch.tensor([0, 2, 2]), torch.tensor([1, 1, 1]), means, triangles)
+    vectors, labels = draw(sent, torch.tensor([2, 0, 3]), generator=torch.Generator().manual_seed(0))
+    assert labels.tolist() == [0, 0, 2, 2, 2]
+    assert vectors[:2].tolist() == [[1.0, 1.0]] * 2  # one sample: its Gaussian is a point
+    # Samples 2 and 4 of two clients: mean 3, along one direction only.
+    assert torch.allclose(vectors[2:, 0], vectors[2:, 1])
+    assert vectors[2:, 0].unique().numel() == 3
+
+
+def test_shares_by_hand() -> None:
+    """10 over counts 5, 3, 1, 0: quotas 50/9, 30/9, 10/9 = 5 + 5/9, 3 + 3/9, 1 + 1/9; the one left goes to 5/9."""
+    assert shares(torch.tensor([5, 3, 1, 0]), 10).tolist() == [6, 3, 1, 0]
+    assert shares(torch.tensor([7, 7]), 1).tolist() == [1, 0]
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=120).filter(any), st.integers(1, 5000))
+@settings(max_examples=100, deadline=None)
+def test_shares_sum_exactly_and_are_nearest(counts: list[int], total: int) -> None:
+    found = shares(torch.tensor(counts), total).tolist()
+    assert sum(found) == total
+    assert all(abs(share - count * total / sum(counts)) < 1 for share, count in zip(found, counts, strict=True))
+
+
+def test_class_covariances_are_unbiased_and_in_order() -> None:
+    """Class 2 with 12 samples, class 0 with one (covariance zero), class 1 with none."""
+    features = samples(13)[0].float()
+    labels = torch.tensor([2] * 5 + [0] + [2] * 7)
+    found = class_covariances(features, labels, 3)
+    assert found.labels.tolist() == [0, 2]
+    assert found.counts.tolist() == [1, 12]
+    assert found.covariances is not None
+    assert not found.covariances[0].any()
+    torch.testing.assert_close(found.covariances[1], torch.cov(features[labels == 2].T))
+    torch.testing.assert_close(found.means[1], features[labels == 2].mean(0))

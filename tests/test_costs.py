@@ -1,0 +1,56 @@
+"""Counted operations against counts by hand."""
+
+import pytest
+import torch
+
+from polyfed.assemble import assemble
+from polyfed.config import experiment
+from polyfed.costs import ClientFlops, measure
+from polyfed.data import ClientData, Dataset
+from polyfed.engines import Population
+from polyfed.methods.base import Phase
+
+CONV1, CONV2, FC1, FC2, FC3 = 28 * 28 * 16 * 75, 10 * 10 * 32 * 400, 800 * 2000, 2000 * 500, 500 * 10
+FORWARD = 2 * (CONV1 + CONV2 + FC1 + FC2 + FC3)
+
+
+def cifar_clients(method: str) -> Population:
+    images = torch.zeros(20, 3, 32, 32, dtype=torch.uint8)
+    dataset = Dataset("grey", images, torch.arange(20) % 10, 10, (0.5,) * 3, (0.5,) * 3)
+    config = experiment(method=method, data="python:grey", models="cnn1", clients=1, partition="iid", device="cpu")
+    return assemble(config, dataset)
+
+
+def test_standalone_cnn1_is_counted_as_by_hand() -> None:
+    """Forward 2 · 4 825 800; backward twice that, less the input's gradient, which the first layer need not give."""
+    clients = cifar_clients("standalone")
+    flops = measure(clients.new_network(0), clients.method)
+    assert FORWARD == 2 * 4_825_800
+    assert flops == ClientFlops({"model": 3 * FORWARD - 2 * CONV1}, 0.0)
+    assert 2.5 < flops.phases["model"] / FORWARD < 3
+
+
+def test_the_pass_for_prototypes_is_one_forward_through_the_extractor() -> None:
+    clients = cifar_clients("fedproto")
+    assert measure(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3
+
+
+def test_a_round_multiplies_by_samples_and_epochs() -> None:
+    """10 samples: two epochs of all at 3 operations, one of the last half at 5, one collecting pass at 7."""
+    phases = [
+        Phase("all", ("model",), lambda net, batch: batch.x, epochs=2),
+        Phase("half", ("model",), lambda net, batch: batch.x, epochs=1, part=(0.5, 1.0)),
+    ]
+    data = ClientData(torch.arange(10), torch.arange(0), torch.arange(0))
+    assert ClientFlops({"all": 3.0, "half": 5.0}, 7.0).of_round(phases, data) == 2 * 10 * 3 + 5 * 5 + 10 * 7
+
+
+@pytest.mark.parametrize("samples", [1, 3, 5, 7])
+def test_parts_add_up_to_all_samples(samples: int) -> None:
+    """What engines train on and what is counted round alike, so that two halves are a whole."""
+    halves = [
+        Phase(name, ("model",), lambda net, batch: batch.x, epochs=1, part=part)
+        for name, part in (("first", (0.0, 0.5)), ("second", (0.5, 1.0)))
+    ]
+    data = ClientData(torch.arange(samples), torch.arange(0), torch.arange(0))
+    assert ClientFlops({"first": 1.0, "second": 1.0}, 0.0).of_round(halves, data) == samples

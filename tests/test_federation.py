@@ -1,0 +1,206 @@
+"""Rounds: who takes part, which replies count, when clients are scored, and how a run ends badly."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyfed.engines import Evaluation, SequentialEngine, ThreadsEngine
+from polyfed.errors import DivergedError, RunError
+from polyfed.federation import Federation, Interrupted, Watcher
+from polyfed.message import Message, State
+from polyfed.methods.base import Reply
+from tests import support
+
+
+class Faulty(SequentialEngine):
+    """Spoils the messages of some clients: one is not finite, one gives no answer at all."""
+
+    spoiled: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+
+    def train(
+        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+    ) -> list[Reply]:
+        return [self._spoil(reply) for reply in super().train(round, downloads, done)]
+
+    def _spoil(self, reply: Reply) -> Reply:
+        if reply.client in self.silent:
+            return Reply(reply.client, Message(), failure="no answer within 60 s")
+        if reply.client in self.spoiled:
+            tensors = {name: tensor * math.nan for name, tensor in reply.message.tensors.items()}
+            return Reply(reply.client, Message(tensors, reply.message.metadata), reply.loss)
+        return reply
+
+
+class Watched(SequentialEngine):
+    """Remembers which clients it was asked to evaluate."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.asked: list[list[int]] = []
+        self.rounds: list[int] = []
+
+    def evaluate(
+        self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
+    ) -> dict[int, Evaluation]:
+        self.asked.append(sorted(clients))
+        self.rounds.append(round)
+        return super().evaluate(self.asked[-1], round, downloads)
+
+
+def state(federation: Federation, client: int) -> State:
+    return {name: tensor.clone() for name, tensor in federation.engine.get_state(client).items()}
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_participants_follow_from_the_seed(tmp_path: Path) -> None:
+    settings = {"clients": 10, "participation": 0.3}
+    one, same_seed, other = (
+        support.federation(tmp_path / str(i), "standalone", seed=seed, **settings) for i, seed in enumerate((0, 0, 1))
+    )
+    drawn = [one.participants(round) for round in range(1, 41)]
+    assert all(len(set(chosen)) == 3 and chosen == sorted(chosen) for chosen in drawn)
+    assert drawn == [same_seed.participants(round) for round in range(1, 41)]
+    assert drawn != [other.participants(round) for round in range(1, 41)]
+    assert {client for chosen in drawn for client in chosen} == set(range(10))
+
+
+def test_a_bad_reply_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "lg-fedavg", engine=Faulty, rounds=1)
+    federation.engine.spoiled, federation.engine.silent = (1,), (2,)  # type: ignore[attr-defined]
+    federation.run()
+    row = federation.folder.rounds().iloc[0]
+    assert (row.participants, row.replies) == (4, 2)
+    notes = {event["client"]: event["note"] for event in federation.folder.events() if event["event"] == "note"}
+    assert notes.keys() == {1, 2}
+    assert "not finite" in notes[1]
+    assert notes[2].startswith("round 1 goes on without client 2: no answer within 60 s")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in federation.server.state.values())
+
+
+def test_too_few_sound_replies_stop_the_run(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "lg-fedavg", engine=Faulty, min_replies=3)
+    federation.engine.spoiled = (0, 3)  # type: ignore[attr-defined]
+    before = {name: tensor.clone() for name, tensor in federation.server.state.items()}
+    with pytest.raises(RunError, match=r"round 1 has 2 sound replies and needs 3 \(min_replies\).*events.jsonl"):
+        federation.run()
+    assert same(federation.server.state, before)  # nothing was fused
+    assert not federation.folder.finished
+
+
+def test_rounds_between_evaluations_are_recorded_as_events_only(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "fedproto", rounds=5, eval_every=2)
+    summary = federation.run()
+    assert federation.folder.rounds()["round"].tolist() == [2, 4, 5]  # and the last one
+    rounds = [event for event in federation.folder.events() if event["event"] == "round"]
+    assert [event["round"] for event in rounds] == [1, 2, 3, 4, 5]
+    assert summary["upload_floats"] == sum(event["upload_floats"] for event in rounds)
+
+
+def test_unchanged_clients_are_not_evaluated_again(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "standalone", engine=Watched, rounds=4, participation=0.25, eval_every=2)
+    federation.run()
+    engine = federation.engine
+    assert isinstance(engine, Watched)
+    assert engine.asked == [[0, 1, 2, 3], sorted({*federation.participants(3), *federation.participants(4)})]
+
+
+def test_scores_after_the_next_download_are_others_and_leave_no_trace(tmp_path: Path) -> None:
+    runs = {
+        when: support.federation(tmp_path / when, "lg-fedavg", engine=Watched, evaluate=when, split="6:2:2")
+        for when in ("after-training", "after-download")
+    }
+    for run in runs.values():
+        run.run()
+    trained, downloaded = runs.values()
+    assert not trained.folder.rounds().accuracy_mean.equals(downloaded.folder.rounds().accuracy_mean)
+    assert all(same(state(trained, client), state(downloaded, client)) for client in range(4))
+    assert downloaded.engine.rounds == [2, 3]  # type: ignore[attr-defined]
+
+
+def test_fedavg_on_one_client_is_standalone(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"clients": 1, "classes_per_client": 4, "models": (support.Normed,), "rounds": 3}
+    alone, averaged = (
+        support.federation(tmp_path / method, method, **settings) for method in ("standalone", "fedavg")
+    )
+    alone.run()
+    averaged.run()
+    assert same(state(alone, 0), state(averaged, 0))
+    columns = ["accuracy_mean", "loss_mean", "flops"]
+    assert alone.folder.rounds()[columns].equals(averaged.folder.rounds()[columns])
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, ThreadsEngine])
+def test_a_loss_that_is_not_finite_names_client_round_and_phase(tmp_path: Path, engine: Any) -> None:
+    federation = support.federation(tmp_path, "standalone", engine=engine, lr=1e25, rounds=3)
+    with pytest.raises(DivergedError, match=r"client \d .* round \d, phase 'model': lower the learning rate"):
+        federation.run()
+    federation.engine.close()
+
+
+def test_costs_are_the_messages_own(tmp_path: Path) -> None:
+    """LG-FedAvg sends the head, (6 + 1) · 4 floats, up and down for each of 2 participants."""
+    federation = support.federation(tmp_path, "lg-fedavg", rounds=2, participation=0.5)
+    federation.run()
+    rounds = federation.folder.rounds()
+    assert rounds.upload_floats.tolist() == rounds.download_floats.tolist() == [56, 56]
+    assert (rounds.upload_bytes > rounds.download_bytes).all()  # the number of samples rides along
+    assert rounds.download_bytes.tolist() == [2 * len(federation.download(0).to_bytes())] * 2
+
+
+def test_a_run_asked_to_stop_ends_after_its_round_with_a_checkpoint(tmp_path: Path) -> None:
+    class Stopping(Watcher):
+        def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+            self.stop_requested = round == 2
+
+    federation = support.federation(tmp_path, "fedproto", rounds=4)
+    federation.watcher = Stopping()
+    with pytest.raises(Interrupted, match=r"stopped after round 2 of 4; go on with `polyfed resume .*run`"):
+        federation.run()
+    saved = federation.folder.checkpoints.restore()
+    assert saved is not None
+    assert (saved.round, saved.clients.keys()) == (2, {0, 1, 2, 3})
+
+
+def test_a_watcher_is_told_of_clients_rounds_and_notes(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Listening(Watcher):
+        def on_start(self, config: Any, first_round: int) -> None:
+            told.append(("start", first_round))
+
+        def on_client(self, round: int, client: int) -> None:
+            told.append((round, client))
+
+        def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+            told.append(("round", round, row is None))
+
+    federation = support.federation(tmp_path, "standalone", clients=2, eval_every=2)
+    federation.watcher = Listening()
+    federation.run()
+    assert told == [("start", 1), (1, 0), (1, 1), ("round", 1, True), (2, 0), (2, 1), ("round", 2, False)]
+
+
+def test_a_batch_of_one_is_left_out_where_batch_norm_can_not_take_it(tmp_path: Path) -> None:
+    """24 training samples in batches of 23 leave one over; every round keeps a note of it, but it is shown once."""
+    shown: list[str] = []
+
+    class Listening(Watcher):
+        def on_note(self, note: str) -> None:
+            shown.append(note)
+
+    settings: dict[str, Any] = {"models": (support.Normed,), "partition": "iid", "batch_size": 23}
+    federation = support.federation(tmp_path, "standalone", clients=4, **settings)
+    federation.watcher = Listening()
+    assert [len(own.train) for own in federation.population.data] == [24] * 4
+    federation.run()
+    words = "phase 'model': a last batch of one sample was left out because of batch norm"
+    assert shown == [f"client {client}: {words}" for client in range(4)]
+    assert sum(event["event"] == "note" for event in federation.folder.events()) == 8

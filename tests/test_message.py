@@ -1,0 +1,139 @@
+"""Messages: exact sizes, safe bytes, and checks that let nothing unsound through."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from polyfed.errors import BadMessage
+from polyfed.message import Counts, Floats, Labels, Message, Schema
+
+DTYPES = [
+    torch.float32, torch.int64, torch.float64, torch.bool, torch.float16, torch.bfloat16, torch.int32, torch.uint8,
+]  # fmt: skip
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda n: not n.startswith("metadata."))
+TENSORS = st.builds(
+    lambda shape, dtype: torch.arange(math.prod(shape)).reshape(shape).to(dtype),
+    st.lists(st.integers(0, 12), max_size=3),
+    st.sampled_from(DTYPES),
+)
+MESSAGES = st.builds(
+    Message, st.dictionaries(NAMES, TENSORS, max_size=4), st.dictionaries(NAMES, TENSORS, min_size=1, max_size=3)
+)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+@settings(max_examples=150, deadline=None)
+@given(MESSAGES)
+@example(Message({"a": torch.zeros(1).double(), "b": torch.arange(200)}))  # types of one size have an order too
+def test_bytes_are_counted_exactly_and_read_back(message: Message) -> None:
+    data = message.to_bytes()
+    assert message.nbytes == len(data)
+    again = Message.from_bytes(data)
+    assert same(dict(again.tensors), dict(message.tensors))
+    assert same(dict(again.metadata), dict(message.metadata))
+
+
+@pytest.mark.parametrize("name", ["gewicht.größe", "权重", 'a"b\\c\n', "\x7f\x01", "🙂"])
+def test_any_name_is_counted(name: str) -> None:
+    message = Message({name: torch.zeros(3)}, {name: torch.tensor([1])})
+    assert message.nbytes == len(message.to_bytes())
+    assert list(Message.from_bytes(message.to_bytes()).tensors) == [name]
+
+
+def test_floats_do_not_count_metadata() -> None:
+    message = Message({"a": torch.zeros(2, 5), "scalar": torch.tensor(1.0), "none": torch.zeros(0, 5)})
+    assert message.floats == 11
+    labelled = Message(message.tensors, {"labels": torch.arange(100)})
+    assert labelled.floats == 11
+    assert labelled.nbytes > message.nbytes + 800
+
+
+def test_an_empty_message_costs_nothing() -> None:
+    assert (Message().floats, Message().nbytes) == (0, 0)
+    assert Message.from_bytes(Message().to_bytes()) == Message()
+
+
+def test_views_and_tied_tensors_travel_whole() -> None:
+    """Parts of one storage: safetensors by itself refuses those, and a transposed view."""
+    whole = torch.arange(6.0).reshape(2, 3)
+    message = Message({"whole": whole, "tied": whole, "row": whole[1], "turned": whole.T})
+    again = Message.from_bytes(message.to_bytes())
+    assert same(dict(again.tensors), dict(message.tensors))
+    assert message.nbytes == len(message.to_bytes())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=64) | st.binary(max_size=32).map(lambda tail: (16).to_bytes(8, "little") + b"{" + tail))
+def test_garbage_is_a_bad_message(data: bytes) -> None:
+    with pytest.raises(BadMessage, match="safetensors"):
+        Message.from_bytes(data)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 200))
+def test_a_truncated_message_is_a_bad_message(length: int) -> None:
+    data = Message({"a": torch.arange(20.0)}, {"labels": torch.arange(3)}).to_bytes()
+    with pytest.raises(BadMessage):
+        Message.from_bytes(data[: min(length, len(data) - 1)])
+
+
+def test_a_snapshot_shares_no_storage() -> None:
+    weights, labels = torch.ones(3, requires_grad=True), torch.tensor([1])
+    copy = Message({"w": weights}, {"labels": labels}).snapshot()
+    with torch.no_grad():
+        weights.zero_()
+    labels.zero_()
+    assert copy.tensors["w"].tolist() == [1.0] * 3
+    assert not copy.tensors["w"].requires_grad
+    assert copy.metadata["labels"].tolist() == [1]
+
+
+SCHEMA = Schema(
+    {"vectors": Floats(("seen", 2)), "extra": Floats((), optional=True)},
+    {"labels": Labels(4), "counts": Counts(("seen",))},
+)
+VECTORS, LABELS, COUNTS = torch.ones(2, 2), torch.tensor([0, 3]), torch.tensor([5, 1])
+
+
+def test_sound_messages_pass() -> None:
+    SCHEMA.check(Message({"vectors": VECTORS}, {"labels": LABELS, "counts": COUNTS}))
+    SCHEMA.check(
+        Message({"vectors": VECTORS, "extra": torch.tensor(1.0)}, {"labels": LABELS, "counts": COUNTS}),
+    )
+    nothing = torch.zeros(0, dtype=torch.int64)
+    SCHEMA.check(Message({"vectors": torch.ones(0, 2)}, {"labels": nothing, "counts": nothing}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"surprise": VECTORS}, "unexpected tensor 'surprise'"),
+        ({"vectors": None}, "lacks the tensor 'vectors'"),
+        ({"labels": None}, "lacks the metadata entry 'labels'"),
+        ({"vectors": VECTORS.double()}, "torch.float64, not torch.float32"),
+        ({"labels": LABELS.int()}, "torch.int32, not torch.int64"),
+        ({"vectors": torch.ones(2, 3)}, r"shape \(2, 3\), not \(2, 2\)"),
+        ({"vectors": torch.ones(4)}, r"shape \(4,\)"),
+        ({"counts": torch.tensor([1, 1, 1])}, r"'counts' has shape \(3,\), not \(2,\)"),
+        ({"vectors": VECTORS * math.nan}, "not finite"),
+        ({"vectors": VECTORS / 0}, "not finite"),
+        ({"labels": torch.tensor([0, 4])}, "outside 0..3"),
+        ({"labels": torch.tensor([-1, 2])}, "outside 0..3"),
+        ({"labels": torch.tensor([3, 0])}, "rising order"),
+        ({"labels": torch.tensor([2, 2])}, "rising order"),
+        ({"counts": torch.tensor([5, 0])}, "below 1"),
+    ],
+)
+def test_the_first_difference_is_named(changes: dict[str, Tensor | None], words: str) -> None:
+    tensors = {"vectors": VECTORS, "labels": LABELS, "counts": COUNTS, **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    metadata = {name: kept.pop(name) for name in ("labels", "counts") if name in kept}
+    with pytest.raises(BadMessage, match=words):
+        SCHEMA.check(Message(kept, metadata))
