@@ -5,14 +5,14 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from polyfed.costs import ClientFlops
-from polyfed.data import Augmentation, ClientData
+from polyfed.data import ClientData
+from polyfed.engines.batches import epochs
 from polyfed.engines.population import Population, state_of
 from polyfed.errors import DivergedError
 from polyfed.message import Message, State
@@ -21,7 +21,6 @@ from polyfed.methods.network import ClientNetwork
 from polyfed.methods.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
 from polyfed.models import set_generator
 
-AUGMENTATION = Augmentation()
 EVALUATION_BATCH = 64
 
 
@@ -67,7 +66,9 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     notes = [note for result in results for note in result.notes]
     network.eval()
     with torch.no_grad():
-        notes += method.inspect(network, next(batches(population, data.train[: population.training.batch_size])))
+        notes += method.inspect(
+            network, Batch(*population.dataset.batch(data.train[:EVALUATION_BATCH], population.device))
+        )
         answer = Trained(
             population.counts[client],
             round,
@@ -92,10 +93,7 @@ class PhaseResult:
 def train_phase(population: Population, client: int, net: ClientNetwork, phase: Phase, round: int) -> PhaseResult:
     """Minimise one phase's loss over the client's samples with SGD, whose state starts anew."""
     training, device = population.training, population.device
-    samples = phase_samples(population, client, phase)
     result = PhaseResult()
-    if len(samples) == 0:
-        return result
     groups = prepare(net, phase)
     parameters = [parameter for group in groups for parameter in group]
     optimiser = torch.optim.SGD(
@@ -103,13 +101,11 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     )
     single_allowed = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in net.modules())
     bounded = [(parameter, phase.bounds[name]) for name, parameter in net.named_parameters() if name in phase.bounds]
-    order = population.generator(f"batches/{phase.name}", round, client)
     visited, total = 0, torch.zeros((), device=device)
     sums: Tensor | None = None
     counts = torch.zeros(population.task.classes, dtype=torch.int64, device=device)
-    for _ in range(phase.epochs):
-        shuffled = samples[torch.randperm(len(samples), generator=order)]
-        for batch in batches(population, shuffled, phase, order):
+    for epoch in epochs(population, client, phase, round):
+        for batch in epoch.batches(population):
             if len(batch.y) == 1 and not single_allowed:
                 result.notes = [f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"]
                 continue
@@ -129,16 +125,21 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
                 sums = torch.zeros(len(counts), vectors.shape[1], device=device).double() if sums is None else sums
                 sums.index_add_(0, batch.y, vectors.detach().double())
                 counts += torch.bincount(batch.y, minlength=len(counts))
-        if not bool(torch.isfinite(total)):
-            raise DivergedError(
-                f"the loss of client {client} is no longer finite in round {round}, phase '{phase.name}': lower the "
-                "learning rate (--lr) or limit the gradient (--set training.clip=10)."
-            )
+        check_finite(total, client, round, phase.name)
     optimiser.zero_grad(set_to_none=True)
     net.requires_grad_(False)
     result.loss = float(total) / visited if visited else float("nan")
     result.tracked = means_from_sums(sums, counts) if sums is not None else None
     return result
+
+
+def check_finite(loss: Tensor, client: int, round: int, phase: str) -> None:
+    """Raise if training has diverged."""
+    if not bool(torch.isfinite(loss)):
+        raise DivergedError(
+            f"the loss of client {client} is no longer finite in round {round}, phase '{phase}': lower the learning "
+            "rate (--lr) or limit the gradient (--set training.clip=10)."
+        )
 
 
 def prepare(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
@@ -149,38 +150,6 @@ def prepare(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
         module = net.get_submodule(name).train().requires_grad_(True)
         groups.append(list(module.parameters()))
     return groups
-
-
-def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:
-    """The training samples a phase sees: all, or a part of them that is the same in every round."""
-    samples = population.data[client].train
-    if phase.part == (0.0, 1.0):
-        return samples
-    shuffled = samples[torch.randperm(len(samples), generator=population.generator("parts", 0, client))]
-    start, stop = phase.edges(len(samples))
-    return shuffled[start:stop]
-
-
-def batches(
-    population: Population, samples: Tensor, phase: Phase | None = None, generator: torch.Generator | None = None
-) -> Iterator[Batch]:
-    """Batches of these samples in this order; augmented and with the phase's own draws where there is a phase."""
-    for chunk in samples.split(population.training.batch_size):
-        x, y = population.dataset.batch(chunk, population.device)
-        if phase is None or generator is None:
-            yield Batch(x, y)
-            continue
-        augment = phase.augment and (population.training.augment or phase.views == 2)
-        first = augmented(x, generator) if augment else x
-        view = augmented(x, generator) if phase.views == 2 else None
-        drawn = phase.draw(generator, len(y)) if phase.draw else {}
-        yield Batch(first, y, view=view, drawn={name: tensor.to(x.device) for name, tensor in drawn.items()})
-
-
-def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """The images after one random draw of flip, erasing and crop."""
-    draws = AUGMENTATION.draw(generator, len(x), (x.shape[1], x.shape[2], x.shape[3]))
-    return AUGMENTATION.apply(x, {name: tensor.to(x.device) for name, tensor in draws.items()})
 
 
 def collect(population: Population, data: ClientData, net: ClientNetwork) -> ClassStatistics | None:

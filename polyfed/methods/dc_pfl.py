@@ -130,7 +130,7 @@ class DCPFL(Method):
         pooled, seen = mean_by_class(means, labels, counts, self.task.classes)
         server.state.update(store_vectors(server.state, "means", pooled, seen))
         if config.calibrate:
-            triangles = torch.cat([message.tensors["covariances"] for message in messages])
+            triangles = torch.cat([message.tensors["covariances"].to(server.device) for message in messages])
             features, classes = self._virtual_features(server, Gaussians(labels, counts, means, triangles))
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.
@@ -140,13 +140,9 @@ class DCPFL(Method):
     def _virtual_features(self, server: Server, sent: Gaussians) -> tuple[Tensor, Tensor]:
         """Features of every class that was sent, in proportion to its samples, and their classes."""
         totals = torch.zeros(self.task.classes, dtype=torch.int64).index_add_(0, sent.labels, sent.counts)
-        features, classes = draw(
-            sent,
-            shares(totals, self.config.virtual_features),
-            generator=server.generator("virtual features"),
-            device=server.device,
-            paper_weights=self.config.paper_eq11,
-        )
+        amounts = shares(totals, self.config.virtual_features)
+        generator = server.generator("virtual features")
+        features, classes = draw(sent, amounts, generator=generator, paper_weights=self.config.paper_eq11)
         return features.clamp(min=0) if self.config.clip_virtual else features, classes
 
 

@@ -63,12 +63,12 @@ class FedTGP(PrototypeMethod):
         )
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
-        vectors = torch.cat([reply.message.tensors["prototypes"] for reply in replies]).to(server.device)
-        labels = torch.cat([reply.message.metadata["labels"] for reply in replies]).to(server.device)
+        vectors = torch.cat([reply.message.tensors["prototypes"] for reply in replies])
+        labels = torch.cat([reply.message.metadata["labels"] for reply in replies])
         if len(labels) == 0:
             return
         prototypes = server.modules["prototypes"].to(server.device)
-        margin = self.margin(vectors, labels)
+        margin = self.margin(vectors, labels).to(server.device)
 
         def loss(module: nn.Module, chosen: Tensor, classes: Tensor) -> Tensor:
             return contrastive_loss(module(), chosen, classes, margin)
@@ -76,8 +76,8 @@ class FedTGP(PrototypeMethod):
         config = self.config
         train_on_vectors(
             prototypes,
-            vectors,
-            labels,
+            vectors.to(server.device),
+            labels.to(server.device),
             loss=loss,
             epochs=config.server_epochs,
             batch_size=config.server_batch_size,
@@ -88,14 +88,14 @@ class FedTGP(PrototypeMethod):
         # A class that nobody has uploaded has a prototype too, pushed away from all others.
         sent = torch.arange(self.task.classes)
         if config.broadcast == "uploaded":
-            sent = torch.cat([labels.cpu(), server.state["prototypes.known"].nonzero().flatten()]).unique()
+            sent = torch.cat([labels, server.state["prototypes.known"].nonzero().flatten()]).unique()
         with torch.no_grad():
             trained = prototypes().cpu()[sent]
         server.state.update(store_vectors(server.state, "prototypes", trained, sent))
 
     def margin(self, vectors: Tensor, labels: Tensor) -> Tensor:
         """δ(t), how much farther other classes' client prototypes must be: Eq. 9 of the paper."""
-        threshold = torch.tensor(self.config.threshold, device=vectors.device)
+        threshold = torch.tensor(self.config.threshold)
         if self.config.margin == "fixed":
             return threshold
         if self.config.margin == "none":

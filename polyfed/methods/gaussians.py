@@ -20,7 +20,7 @@ class Gaussians(NamedTuple):
     counts: Tensor
     means: Tensor
     triangles: Tensor
-    """Covariances, packed."""
+    """Covariances, packed; the only entry that may be on a GPU."""
 
 
 def pack(matrices: Tensor) -> Tensor:
@@ -71,43 +71,43 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
     return found
 
 
-def pool(counts: Tensor, means: Tensor, parts: Tensor, *, paper_weights: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and factor of the covariance of several clients' samples put together, from each client's of its own.
+def pool(sent: Gaussians, parts: Tensor, classes: int, *, paper_weights: bool = False) -> tuple[Tensor, Tensor]:
+    """Means of the classes over all clients, and the rows that each client's class adds to its class's factor.
 
-    `parts` are the clients' factors [clients, rank, size]. Eqs. 10 and 11 of the DC-PFL paper, exact: in front of the
-    clients' covariances stands n_i − 1, where Eq. 11 prints n_i (`paper_weights`). One sample alone has covariance 0.
+    `parts` are the factors of the clients' covariances [n, rank, size], the rows are [n, rank + 1, size]. The rows of a
+    class, below each other, are a factor of the covariance of its samples put together. Eqs. 10 and 11 of the DC-PFL
+    paper, exact: in front of the clients' covariances stands n_i − 1, where Eq. 11 prints n_i (`paper_weights`). One
+    sample alone has covariance zero.
     """
-    weights = counts.to(means)
-    mean = weights @ means / weights.sum()
-    within = weights if paper_weights else weights - 1
-    rows = (within.sqrt()[:, None, None] * parts.to(means)).flatten(0, 1)
-    # The terms with means in Eq. 11, in their centred form, are one more row for each client.
-    between = weights.sqrt()[:, None] * (means - mean)
-    return mean, torch.cat([rows, between]) / (weights.sum() - 1).clamp(min=1).sqrt()
+    labels, weights, means = sent.labels, sent.counts.double(), sent.means.double()
+    totals = torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, weights)
+    sums = torch.zeros(classes, means.shape[1], dtype=torch.float64).index_add_(0, labels, weights[:, None] * means)
+    mean = sums / totals.clamp(min=1)[:, None]
+    divisors = (totals[labels] - 1).clamp(min=1)
+    within = ((weights if paper_weights else weights - 1) / divisors).sqrt()
+    # The terms with means in Eq. 11 are, in their centred form, one more row for each client.
+    between = (weights / divisors).sqrt()[:, None] * (means - mean[labels])
+    return mean, torch.cat([within.to(parts)[:, None, None] * parts, between.to(parts)[:, None]], 1)
 
 
 def draw(
-    sent: Gaussians,
-    amounts: Tensor,
-    *,
-    generator: torch.Generator,
-    device: torch.device | None = None,
-    paper_weights: bool = False,
+    sent: Gaussians, amounts: Tensor, *, generator: torch.Generator, paper_weights: bool = False
 ) -> tuple[Tensor, Tensor]:
     """As many vectors from the pooled Gaussian of each class as `amounts` says, and their classes, on the CPU.
 
-    The heavy work is done on `device`.
+    The heavy work is done where the triangles are.
     """
-    parts = factors(sent.triangles.to(device), sent.means.shape[1], int(sent.counts.max()) - 1)
+    device = sent.triangles.device
+    parts = factors(sent.triangles, sent.means.shape[1], int(sent.counts.max()) - 1)
+    means, rows = pool(sent, parts, len(amounts), paper_weights=paper_weights)
+    by_class = rows[sent.labels.argsort(stable=True).to(device)]
+    holders = torch.bincount(sent.labels, minlength=len(amounts)).tolist()
     vectors = []
-    for label in amounts.nonzero().flatten().tolist():
-        rows = (sent.labels == label).nonzero().flatten()
-        counts, means = sent.counts[rows], sent.means[rows].to(device, torch.float64)
-        own = parts[rows.to(device), : int(counts.max()) - 1]
-        mean, factor = pool(counts.to(device), means, own, paper_weights=paper_weights)
-        noise = torch.randn(int(amounts[label]), len(factor), dtype=torch.float64, generator=generator)
-        vectors.append(mean + noise.to(device) @ factor)
-    return torch.cat(vectors).float().cpu(), torch.arange(len(amounts)).repeat_interleave(amounts)
+    for amount, factor in zip(amounts.tolist(), by_class.split(holders), strict=True):
+        noise = torch.randn(amount, len(factor) * rows.shape[1], dtype=rows.dtype, generator=generator)
+        vectors.append(noise.to(device) @ factor.flatten(0, 1))
+    labels = torch.arange(len(amounts)).repeat_interleave(amounts)
+    return means.float()[labels] + torch.cat(vectors).float().cpu(), labels
 
 
 def shares(counts: Tensor, total: int) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from polyfed.engines import Population, SequentialEngine, ThreadsEngine
-from polyfed.engines.local import augmented, prepare
+from polyfed.engines.batches import AUGMENTATION
+from polyfed.engines.local import prepare
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.network import ClientNetwork
 from tests import support
@@ -106,7 +107,14 @@ def _batch(population: Population, phase: Phase, seed: int, size: int) -> dict[s
     x, y = population.dataset.batch(chosen)
     drawn = phase.draw(generator, size) if phase.draw else {}
     batch = {"x": x, "y": y, **{f"drawn.{name}": tensor for name, tensor in drawn.items()}}
-    return {**batch, "view": augmented(x, generator)} if phase.views == 2 else batch
+    if phase.views == 2:
+        batch["view"] = random_view(x, generator)
+    return batch
+
+
+def random_view(x: Tensor, generator: torch.Generator) -> Tensor:
+    """One random augmentation of the images."""
+    return AUGMENTATION.apply(x, AUGMENTATION.draw(generator, len(x), tuple(x.shape[1:])))
 
 
 def _padded(batch: dict[str, Tensor], width: int) -> dict[str, Tensor]:

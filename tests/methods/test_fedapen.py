@@ -9,7 +9,8 @@ from torch import nn
 
 from polyfed.data import ClientData
 from polyfed.engines import Population
-from polyfed.engines.local import phase_samples, train_phase
+from polyfed.engines.batches import phase_samples
+from polyfed.engines.local import train_phase
 from polyfed.methods import fedapen
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge
 from polyfed.methods.distillation import kl_divergence

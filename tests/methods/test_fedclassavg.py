@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from polyfed.data import Dataset
-from polyfed.engines.local import augmented, prepare
+from polyfed.engines.local import prepare
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge
@@ -22,7 +22,7 @@ CROSSED = torch.eye(2)
 
 def example_batch(clients, indices: list[int]) -> Batch:
     x, y = clients.dataset.batch(torch.tensor(indices))
-    return Batch(x, y, view=augmented(x, torch.Generator().manual_seed(5)))
+    return Batch(x, y, view=parity.random_view(x, torch.Generator().manual_seed(5)))
 
 
 @pytest.mark.parametrize(("temperature", "own"), [(1.0, math.e), (0.5, math.e**2)])

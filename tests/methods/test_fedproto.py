@@ -47,7 +47,7 @@ def test_nothing_is_sent_before_the_first_prototypes() -> None:
 
 @pytest.mark.parametrize(("distance", "expected"), [("euclidean", 0.1 * 5.0), ("mse", 10.0 * 25 / support.FEATURES)])
 def test_loss_adds_the_distance_to_the_known_prototype(distance: str, expected: float) -> None:
-    """A prototype that differs from the features by (3, 4, 0, …): Euclid 5, mean square 25 / K; default weights .1, 10."""
+    """A prototype away from the features by (3, 4, 0, …): Euclid 5, mean square 25 / K; default weights .1 and 10."""
     clients = support.population({"name": "fedproto", "distance": distance})
     net = clients.new_network(0)
     x, y = clients.dataset.batch(torch.tensor([0, 40]))

@@ -1,7 +1,5 @@
 """Class Gaussians, against what the samples put together would give."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,12 +25,18 @@ def covariance(features: Tensor) -> Tensor:
     return torch.cov(features.T) if len(features) > 1 else torch.zeros(SIZE, SIZE, dtype=features.dtype)
 
 
-def pooled(clients: list[Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+def sent_by(clients: list[Tensor], labels: list[int]) -> Gaussians:
     counts = torch.tensor([len(features) for features in clients])
-    triangles = pack(torch.stack([covariance(features) for features in clients]))
     means = torch.stack([features.mean(0) for features in clients])
-    mean, factor = pool(counts, means, factors(triangles, SIZE, int(counts.max()) - 1), **options)
-    return mean, factor.T @ factor
+    return Gaussians(torch.tensor(labels), counts, means, pack(torch.stack([covariance(f) for f in clients])))
+
+
+def pooled(clients: list[Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of class 1, which all these clients hold."""
+    sent = sent_by(clients, [1] * len(clients))
+    means, rows = pool(sent, factors(sent.triangles, SIZE, int(sent.counts.max()) - 1), 3, **options)
+    factor = rows.flatten(0, 1)
+    return means[1], factor.T @ factor
 
 
 @pytest.mark.parametrize("counts", [(5, 3), (40, 1, 12), (1, 1), (2, 30, 4, 1), (100,)])
@@ -58,12 +62,25 @@ def test_pooled_by_hand() -> None:
     From the parts: (2 − 1) · 2 + 2 · (2 − 4)² + (1 − 1) · 0 + 1 · (8 − 4)² = 26, over n − 1 = 2. With the printed
     weights 2 · 2 + 8 + 1 · 0 + 16 = 28, over 2.
     """
-    counts, means = torch.tensor([2, 1]), torch.tensor([[2.0], [8.0]])
-    parts = torch.tensor([[[math.sqrt(2)]], [[0.0]]])
+    sent = Gaussians(
+        torch.tensor([0, 0]), torch.tensor([2, 1]), torch.tensor([[2.0], [8.0]]), torch.tensor([[2.0], [0.0]])
+    )
     for paper_weights, expected in ((False, 13.0), (True, 14.0)):
-        mean, factor = pool(counts, means, parts, paper_weights=paper_weights)
-        assert mean.tolist() == [4.0]
-        assert float(factor.T @ factor) == pytest.approx(expected)
+        means, rows = pool(sent, factors(sent.triangles, 1, 1), 1, paper_weights=paper_weights)
+        assert means.tolist() == [[4.0]]
+        assert float(rows.square().sum()) == pytest.approx(expected)
+
+
+def test_classes_are_pooled_apart() -> None:
+    clients = samples(4, 3, 5)
+    sent = sent_by(clients, [2, 0, 2])
+    means, rows = pool(sent, factors(sent.triangles, SIZE, 4), 3)
+    together = torch.cat([clients[0], clients[2]])
+    torch.testing.assert_close(means[2], together.mean(0))
+    torch.testing.assert_close(means[0], clients[1].mean(0))
+    assert not means[1].any()
+    factor = torch.cat([rows[0], rows[2]])
+    torch.testing.assert_close(factor.T @ factor, torch.cov(together.T))
 
 
 def test_one_sample_alone_has_no_covariance() -> None:
@@ -107,9 +124,8 @@ def test_draws_have_the_pooled_mean_and_covariance() -> None:
     """
     clients = samples(2, 3)
     together = torch.cat(clients)
-    triangles = pack(torch.stack([covariance(features) for features in clients]))
-    means = torch.stack([features.mean(0) for features in clients])
-    sent = Gaussians(torch.tensor([1, 1]), torch.tensor([2, 3]), means.float(), triangles.float())
+    exact = sent_by(clients, [1, 1])
+    sent = exact._replace(means=exact.means.float(), triangles=exact.triangles.float())
     generator = torch.Generator().manual_seed(0)
     vectors, labels = draw(sent, torch.tensor([0, 100_000]), generator=generator)
     assert torch.linalg.matrix_rank(torch.cov(together.T)) == 4
