@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/ready
 TESTED := $(VENV)/ready-for-tests
+PICTURES := $(VENV)/ready-for-pictures
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench learn clean
 
 demo: $(READY)
 	$(VENV)/bin/polyfed run fedproto --rounds 15
@@ -20,6 +21,10 @@ lint: $(TESTED)
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/cpu_round.py
 
+# Options go through ARGS: make learn ARGS="--data digits --rounds 5"
+learn: $(PICTURES)
+	$(VENV)/bin/python benchmarks/learning.py $(ARGS)
+
 clean:
 	rm -rf $(VENV) build *.egg-info
 
@@ -34,4 +39,8 @@ $(READY): pyproject.toml | $(VENV)/bin/python
 
 $(TESTED): pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(READY)
+
+$(PICTURES): pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable '.[pictures]'
 	@touch $@ $(READY)

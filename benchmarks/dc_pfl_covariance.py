@@ -96,6 +96,9 @@ def steps(device: str, repeats: int) -> dict[str, float]:
     server = Server(0, clients.device)
     rank = int(sent.counts.max()) - 1
 
+    def put_together() -> Tensor:
+        return torch.cat([triangle.to(clients.device) for triangle in triangles])
+
     def each(work: Callable[[Tensor, Tensor, int], object]) -> Callable[[], object]:
         return lambda: [work(*pair, CLASSES) for pair in given]
 

@@ -19,60 +19,60 @@ import argparse
 import io
 import math
 import os
-import platform
 import re
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from cpu_round import processor
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from polyfed import METHODS, __version__
 from polyfed.assemble import find_device
 from polyfed.cli import _settings as parse_settings  # so that --set means here what it means there
-from polyfed.config import Experiment, experiment, merged
+from polyfed.config import experiment, merged
 from polyfed.data import load_dataset
 from polyfed.errors import InputError, PolyfedError
-from polyfed.methods import find_method
 from polyfed.records import RunFolder
 
-PASSED_ON = (
-    "data", "clients", "participation", "classes_per_client", "models", "rounds", "batch_size", "lr", "epochs",
-    "device", "engine",
-)  # fmt: skip
-"""Options that go to `polyfed run` as they are."""
+PASSED_ON: dict[str, Any] = {
+    "rounds": 30, "data": "cifar10", "clients": 10, "participation": 1.0, "classes_per_client": 2, "models": "papers",
+    "batch_size": 64, "lr": 0.01, "epochs": 1, "device": "auto", "engine": "auto",
+}  # fmt: skip
+"""Options that go to `polyfed run` as they are, with their defaults."""
 
 NOT_NUMBERS = {"data_folder", "engine", "device", "workers", "memory_budget", "checkpoint_every"}
 """Settings that may differ between a run and the one that is asked for: they only say where and how it runs."""
 
 ACCURACIES = {
-    "accuracy_final": "final",
-    "accuracy_at_best_validation": "best on\nvalidation",
-    "accuracy_best": "best on\ntest",
-    "accuracy_classifier": "classifier\nalone",
-    "validation_final": "validation\nat the end",
-}
+    "accuracy_final": "final", "accuracy_at_best_validation": "best on\nvalidation", "accuracy_best": "best on\ntest",
+    "accuracy_classifier": "classifier\nalone", "validation_final": "validation\nat the end",
+}  # fmt: skip
 FLOATS = {"upload_floats": "floats\nup", "download_floats": "floats\ndown"}
-DIFFERENCE = "final minus\nstandalone"
+
+MACHINE = "machine.txt"
+"""What a run ran on, in its folder: a reused run may come from elsewhere."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 """Okabe and Ito's, which colour-blind people can tell apart, without the black and the pale yellow."""
-STYLES = (("-", "o"), ("-.", "s"), (":", "^"))
-"""Lines and marks; after six methods the colours come again with the next of them."""
+STYLES = (
+    {"linestyle": "-", "marker": "o"}, {"linestyle": "-.", "marker": "s"}, {"linestyle": ":", "marker": "^"},
+)  # fmt: skip
+"""After six methods the colours come again with the next of these."""
 
-console = Console(width=132, highlight=False)
+console = Console(width=150, highlight=False)  # wide enough for all columns, so that no number is cut
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,14 @@ class Job:
     method: str
     seed: int
     folder: Path
-    arguments: tuple[str, ...]
-    """The command line after `polyfed run METHOD`."""
-    wanted: Experiment
+    given: dict[str, Any]
+    """Settings with an option of `polyfed run`."""
+    sets: list[str]
+    """Settings without, as NAME=VALUE."""
 
-    def __str__(self) -> str:
-        return self.folder.name
+    @property
+    def begun(self) -> bool:
+        return (self.folder / "config.yaml").exists()
 
     @property
     def finished(self) -> bool:
@@ -97,110 +99,83 @@ class Job:
 
     def command(self) -> list[str]:
         """A new run, or the rest of one that was interrupted."""
-        begun = (self.folder / "config.yaml").exists()
-        words = ["resume", str(self.folder)] if begun else ["run", self.method, *self.arguments]
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in self.given.items()]
+        options += [f"--set={pair}" for pair in self.sets] + [f"--out={self.folder}"]
+        words = ["resume", str(self.folder)] if self.begun else ["run", self.method, *options]
         return [sys.executable, "-m", "polyfed", *words, "--quiet"]
 
     def check(self) -> None:
-        """Raise if the folder holds a run with other settings."""
-        if not (self.folder / "config.yaml").exists():
-            return
-        found, wanted = RunFolder.open(self.folder).config.model_dump(), self.wanted.model_dump()
+        """Raise if the run is impossible, or if its folder holds one with other settings."""
+        values = {"method": {"name": self.method}, **self.given}
+        wanted = experiment(**merged(values, parse_settings(self.sets))).model_dump()
+        found = RunFolder.open(self.folder).config.model_dump() if self.begun else wanted
         different = [name for name in wanted if name not in NOT_NUMBERS and found[name] != wanted[name]]
         if different:
-            raise InputError(
-                f"'{self.folder}' holds a run with another {' and '.join(different)}; delete it or choose another --out."
-            )
+            problem = f"holds a run with another {' and '.join(different)}"
+            raise InputError(f"'{self.folder}' {problem}; delete it or choose another folder (--out).")
 
 
-def new_job(options: argparse.Namespace, method: str, seed: int, tried: tuple[str, str] | None = None) -> Job:
-    """The run of one method with one seed; `tried` is an option and its value."""
-    sets = [f"workers={cores_each(options)}"]
-    sets += [f"data_folder={options.data_folder}"] if options.data_folder else []
-    sets += options.set
-    name = f"{method}-seed{seed}"
-    if tried:
-        option, value = tried
-        sets.append(f"{option if '.' in option else f'method.{option}'}={value}")
-        name = re.sub(r"[^\w.+-]", "_", f"{method}-{option}-{value}-seed{seed}")
-    folder = options.out / name
-    given = {option: getattr(options, option) for option in PASSED_ON} | {"seed": seed}
-    arguments = [f"--{option.replace('_', '-')}={value}" for option, value in given.items()]
-    arguments += [f"--set={pair}" for pair in sets] + [f"--out={folder}"]
-    wanted = experiment(**merged({"method": {"name": method}, **given}, parse_settings(sets)))
-    return Job(tried[1] if tried else method, method, seed, folder, tuple(arguments), wanted)
-
-
-def cores_each(options: argparse.Namespace) -> int:
-    """Processor cores that one of the runs side by side may keep busy."""
-    return max(1, (os.cpu_count() or 1) // options.jobs)
-
-
-# Running --------------------------------------------------------------------------------------------------------
-
-
-def new_jobs(options: argparse.Namespace, failures: dict[str, str]) -> list[Job]:
-    """All runs that are possible; the others are failures."""
+def new_jobs(options: argparse.Namespace) -> list[Job]:
+    """All runs that are asked for, in order."""
     option, _, values = (options.tune or "").partition("=")
-    trials = [(option, value) for value in values.split(",")] if options.tune else [None]
+    sets = [f"workers={options.cores}", *options.set]
+    if options.data_folder:
+        sets.insert(0, f"data_folder={options.data_folder}")
     jobs = []
-    for method in options.methods:
-        for tried in trials:
-            for seed in options.seeds:
-                try:
-                    job = new_job(options, method, seed, tried)
-                    job.check()
-                    jobs.append(job)
-                except PolyfedError as error:
-                    name = f"{method} {'='.join(tried)} seed {seed}" if tried else f"{method} seed {seed}"
-                    failures[name] = str(error)
-                    report_failure(name, str(error))
+    for method, value, seed in product(options.methods, dict.fromkeys(values.split(",")), options.seeds):
+        given = {name: getattr(options, name) for name in PASSED_ON} | {"seed": seed}
+        tried = [f"{option if '.' in option else f'method.{option}'}={value}"] if option else []
+        name = re.sub(r"[^\w.+-]", "_", f"{method}-{option}-{value}-seed{seed}" if option else f"{method}-seed{seed}")
+        jobs.append(Job(value or method, method, seed, options.out / name, given, sets + tried))
     return jobs
 
 
-def run_all(jobs: Sequence[Job], options: argparse.Namespace, failures: dict[str, str]) -> None:
-    """Bring all runs to their end, several side by side; a failure does not stop the others."""
-    left = [job for job in jobs if not job.finished]
-    if len(left) < len(jobs):
-        console.print(f"{len(jobs) - len(left)} of {len(jobs)} runs are already finished")
+def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> dict[str, str]:
+    """Bring all runs to their end, several side by side; returns what went wrong, by run."""
+    failures: dict[str, str] = {}
+
+    def fail(job: Job, error: str) -> None:
+        failures[job.folder.name] = error
+        console.print(f"{job.folder.name} failed: {error}", style="red", markup=False, soft_wrap=True)
+
+    left: list[Job] = []
+    for job in jobs:
+        try:
+            job.check()
+            left += [] if job.finished else [job]
+        except PolyfedError as problem:
+            fail(job, str(problem))
+    console.print(f"{len(left)} runs to do, {len(jobs) - len(left) - len(failures)} already finished")
     if not left:
-        return
+        return failures
     load_dataset(options.data, options.data_folder)  # fetched once, before several runs look for it at the same time
-    with waiting_for(ThreadPoolExecutor(options.jobs)) as pool:
-        futures = {pool.submit(run_one, job, cores_each(options)): job for job in left}
-        for number, future in enumerate(as_completed(futures), 1):
-            job, (seconds, error) = futures[future], future.result()
-            if error:
-                failures[str(job)] = error
-                report_failure(str(job), error)
-            else:
-                console.print(f"{job} finished after {seconds:.0f} s ({number} of {len(left)})", soft_wrap=True)
-
-
-@contextmanager
-def waiting_for(pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
-    """At Ctrl-C no new run begins; those under way hear of it too and end their round with a checkpoint."""
+    pool = ThreadPoolExecutor(options.jobs)
     try:
-        yield pool
-    finally:
+        futures = {pool.submit(run_one, job, options.cores): job for job in left}
+        for number, future in enumerate(as_completed(futures), 1):
+            console.print(f"{number} of {len(left)}: {futures[future].folder.name}", soft_wrap=True)
+            if future.result():
+                fail(futures[future], future.result())
+    finally:  # at Ctrl-C no other run begins; those under way hear of it too and end their round with a checkpoint
         pool.shutdown(cancel_futures=True)
+    return failures
 
 
-def run_one(job: Job, cores: int) -> tuple[float, str]:
-    """Seconds, and what went wrong if anything did."""
-    begin = time.perf_counter()
+def run_one(job: Job, cores: int) -> str:
+    """Run or resume; returns what went wrong, if anything did."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(cores)}
     done = subprocess.run(job.command(), env=environment, capture_output=True, text=True)
-    lines = done.stderr.strip().splitlines()
-    error = "\n".join(lines[-20:]) or f"exit status {done.returncode}"
-    return time.perf_counter() - begin, error if done.returncode else ""
+    if done.returncode:
+        return "\n".join(done.stderr.strip().splitlines()[-20:]) or f"exit status {done.returncode}"
+    (job.folder / MACHINE).write_text(machine(job.given["device"]), encoding="utf-8")
+    return ""
 
 
-def report_failure(name: str, error: str) -> None:
-    console.print(f"{name} failed: {error}", style="red", markup=False, soft_wrap=True)
-
-
-# Results --------------------------------------------------------------------------------------------------------
+def machine(device: str) -> str:
+    """What a run ran on."""
+    found = find_device(device)
+    name = torch.cuda.get_device_name(found) if found.type == "cuda" else processor()
+    return f"polyfed {__version__}, torch {torch.__version__}, {name}, {date.today().isoformat()}"
 
 
 def result_of(job: Job) -> dict[str, Any]:
@@ -208,7 +183,7 @@ def result_of(job: Job) -> dict[str, Any]:
     folder = RunFolder.open(job.folder)
     summary, config, rounds = folder.summary(), folder.config, folder.rounds()
     row: dict[str, Any] = {"method": job.method, "seed": job.seed}
-    row |= {name: number(summary[name]) for name in ACCURACIES if name in summary}
+    row |= {name: summary[name] for name in ACCURACIES if name in summary}
     row |= accuracies_of(folder.evaluations())
     row |= {name: summary[name] / (config.participants * config.rounds) for name in FLOATS}
     row["replies_left_out"] = int((rounds["participants"] - rounds["replies"]).sum())
@@ -227,13 +202,9 @@ def accuracies_of(evaluations: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 def results_of(jobs: Sequence[Job]) -> pd.DataFrame:
     """A row per method and seed."""
-    runs = pd.DataFrame([result_of(job) for job in jobs])
+    runs = pd.DataFrame([result_of(job) for job in jobs]).astype(dict.fromkeys(ACCURACIES, float))
     alone = runs[runs["method"] == "standalone"].set_index("seed")["accuracy_final"]
     runs["difference_to_standalone"] = runs["accuracy_final"] - runs["seed"].map(alone).astype(float)
     return runs
@@ -247,11 +218,7 @@ def curves_of(jobs: Sequence[Job]) -> pd.DataFrame:
 
 
 def spread(values: pd.Series, sign: str = "") -> str:
-    """Percent with the standard deviation over seeds.
-
-    >>> spread(pd.Series([0.5, 0.6]))
-    '55.00 ± 7.07'
-    """
+    """Percent, with the standard deviation over seeds."""
     known = values.dropna()
     if known.empty:
         return "–"
@@ -260,19 +227,18 @@ def spread(values: pd.Series, sign: str = "") -> str:
 
 def rows_of(runs: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the table, a row per method."""
-    header = ["method", "seeds", *ACCURACIES.values(), *FLOATS.values(), DIFFERENCE]
+    header = ["method", "seeds", *ACCURACIES.values(), *FLOATS.values(), "final minus\nstandalone"]
     rows = []
     for method, own in runs.groupby("method", sort=False):
         difference = "–" if method == "standalone" else spread(own["difference_to_standalone"], "+")
         accuracies = [spread(own[name]) for name in ACCURACIES]
-        rows.append(
-            [str(method), str(len(own)), *accuracies, *(f"{own[name].mean():,.0f}" for name in FLOATS), difference]
-        )
+        floats = [f"{own[name].mean():,.0f}" for name in FLOATS]
+        rows.append([str(method), str(len(own)), *accuracies, *floats, difference])
     return header, rows
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE)
     for position, column in enumerate(header):
         table.add_column(column, justify="right" if position else "left", no_wrap=True)
     for row in rows:
@@ -282,13 +248,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 def setting(options: argparse.Namespace) -> str:
     """The setting in words."""
-    return (
-        f"{options.data}, {options.clients} clients, participation {options.participation:g}, networks "
-        f"{options.models}, {options.rounds} rounds"
-    )
-
-
-# Summary --------------------------------------------------------------------------------------------------------
+    return f"{options.data}, {options.clients} clients, networks {options.models}, {options.rounds} rounds"
 
 
 def write_summary(options: argparse.Namespace, jobs: Sequence[Job], runs: pd.DataFrame, failed: dict[str, str]) -> None:
@@ -296,55 +256,47 @@ def write_summary(options: argparse.Namespace, jobs: Sequence[Job], runs: pd.Dat
     folder: Path = options.summary
     folder.mkdir(parents=True, exist_ok=True)
     runs.to_csv(folder / "learning.csv", index=False, float_format="%.6g")
-    (folder / "learning.md").write_text(markdown(options, runs, failed), encoding="utf-8")
+    notes = [job.folder / MACHINE for job in jobs]
+    machines = {
+        note.read_text(encoding="utf-8") if note.exists() else "a run on a machine that is not recorded"
+        for note in notes
+    }
+    (folder / "learning.md").write_text(markdown(options, runs, machines, failed), encoding="utf-8")
     curves = curves_of(jobs)
     curves.to_csv(folder / "curves.csv", index=False, float_format="%.6g")
     methods = list(curves["method"].unique())
-    looks = [look(position) for position in range(len(methods))]
-    styles = dict(zip([m for m in methods if m != "standalone"], looks, strict=False))
-    styles["standalone"] = {"color": "black", "linestyle": "--"}
+    others = [method for method in methods if method != "standalone"]
+    looks = [{**style, "color": colour, "markersize": 4} for style in STYLES for colour in COLOURS]
+    styles = dict(zip(others, cycle(looks), strict=False)) | {"standalone": {"color": "black", "linestyle": "--"}}
     draw(curves, methods, styles, folder / "curves.png", (9, 6), setting(options))
-    for method in methods:
-        if method != "standalone":
-            shown = [name for name in ("standalone", method) if name in methods]
-            draw(curves, shown, styles, folder / f"curve-{method}.png", (6, 3.6), f"{method} on {options.data}")
+    for method in others:
+        shown = [name for name in ("standalone", method) if name in methods]
+        draw(curves, shown, styles, folder / f"curve-{method}.png", (6, 3.6), f"{method} on {options.data}")
     console.print(f"results are in {folder}", soft_wrap=True)
 
 
-def markdown(options: argparse.Namespace, runs: pd.DataFrame, failures: dict[str, str]) -> str:
+def markdown(options: argparse.Namespace, runs: pd.DataFrame, machines: set[str], failures: dict[str, str]) -> str:
+    """The table with all that is needed to get it again."""
     header, rows = rows_of(runs)
     lines = [[cell.replace("\n", " ") for cell in header], ["---"] + ["---:"] * (len(header) - 1), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     failed = "".join(f"\n- {name} failed: {error.splitlines()[-1]}" for name, error in failures.items())
     return f"""# Do the methods learn?
 
-{setting(options)}. Accuracy in percent, mean over clients, then mean ± sample standard deviation over seeds. "Best on
-test" picks the round by looking at the test samples, so it is too kind; "classifier alone" stands where a method itself
-predicts in another way. Floats are per participant and round.
+{", ".join(f"{name} {getattr(options, name)}" for name in PASSED_ON).replace("_", " ")}.
+
+Accuracy in percent, mean over clients, then mean ± sample standard deviation over seeds. "Best on test" picks the round
+by looking at the test samples, so it is too kind; "classifier alone" stands where a method itself predicts in another
+way. Floats are per participant and round, averaged over all rounds.
 
 {table}
 {failed and failed + chr(10)}
-    {shlex.join(["python", "benchmarks/learning.py", *sys.argv[1:]])}
+```sh
+{shlex.join(["python", "benchmarks/learning.py", *sys.argv[1:]])}
+```
 
-polyfed {__version__}, torch {torch.__version__}, {device_name(options.device)}, {date.today().isoformat()}
+{chr(10).join(sorted(machines))}
 """
-
-
-def device_name(device: str) -> str:
-    """The GPU's name, or the processor's."""
-    found = find_device(device)
-    if found.type == "cuda":
-        return torch.cuda.get_device_name(found)
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor() or platform.machine()}"
-
-
-def look(position: int) -> dict[str, Any]:
-    """Colour, line and mark of the method at that place."""
-    line, mark = STYLES[position // len(COLOURS) % len(STYLES)]
-    return {"color": COLOURS[position % len(COLOURS)], "linestyle": line, "marker": mark, "markersize": 4}
 
 
 def draw(
@@ -352,14 +304,12 @@ def draw(
     title: str,
 ) -> None:  # fmt: skip
     """Accuracy over rounds as a small PNG, 100 pixels to an inch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # used without pyplot, it draws with Agg and needs no screen
     from matplotlib.ticker import MaxNLocator
     from PIL import Image
 
-    figure, axes = pyplot.subplots(figsize=inches, dpi=100, layout="constrained")
+    figure = Figure(figsize=inches, dpi=100, layout="constrained")
+    axes = figure.subplots()
     for method in methods:
         own = curves[curves["method"] == method]
         middle, around, style = 100 * own["accuracy"], 100 * own["std"].fillna(0), styles[method]
@@ -369,51 +319,37 @@ def draw(
     axes.set_title(title, fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right center", frameon=False, handlelength=3)
+    if len(methods) > 4:
+        figure.legend(loc="outside right center", frameon=False, handlelength=3)
+    else:
+        axes.legend(loc="best", frameon=False, handlelength=3)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
-    pyplot.close(figure)
     Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
 
 
-# Command line ---------------------------------------------------------------------------------------------------
-
-
-def names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def seeds(text: str) -> list[int]:
-    return [int(seed) for seed in names(text)]
+    return list(dict.fromkeys(int(seed) for seed in text.split(",")))
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = [name for name in METHODS if name != "fedavg"]
-    parser.add_argument(
-        "--methods", type=names, default=default, help="default: all but fedavg, which needs one network"
-    )
-    parser.add_argument("--seeds", type=seeds, default=[0, 1, 2])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--data", default="cifar10")
+    default = ",".join(name for name in METHODS if name != "fedavg")
+    parser.add_argument("--methods", default=default, metavar="A,B,…", help="default: all but fedavg")
+    parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], metavar="0,1,…", help="default: 0,1,2")
+    for name, value in PASSED_ON.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="default: %(default)s")
     parser.add_argument("--data-folder", type=Path, help="where datasets are; default: $POLYFED_DATA or ./data")
-    parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--participation", type=float, default=1.0)
-    parser.add_argument("--classes-per-client", type=int, default=2)
-    parser.add_argument("--models", default="papers")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--engine", default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side; about 12 on a GPU with 16 cores")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="as of polyfed run")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="where the run folders are")
     parser.add_argument("--summary", type=Path, help="folder for tables and pictures; default: print only")
     parser.add_argument("--tune", metavar="NAME=V1,V2,…", help="try values of one option, on validation samples")
     options = parser.parse_args()
+    options.methods = list(dict.fromkeys(options.methods.split(",")))
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
+    options.cores = max(1, (os.cpu_count() or 1) // options.jobs)  # that one of the runs may keep busy
     if options.tune and (len(options.methods) != 1 or not re.fullmatch(r"[\w.-]+=[^,]+(,[^,]+)*", options.tune)):
         parser.error("--tune takes NAME=V1,V2,… and one method (--methods fedproto)")
     if options.summary and not options.tune and not find_spec("matplotlib"):
@@ -424,20 +360,17 @@ def read_options() -> argparse.Namespace:
 def report_tuning(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
     """Accuracy on validation samples by value; the test samples stay out of it."""
     frame = pd.DataFrame([{"value": job.label, **result_of(job)} for job in jobs])
-    rows = [
-        [str(value), str(len(own)), spread(own["validation_final"]), spread(own["validation_best"])]
-        for value, own in frame.groupby("value", sort=False)
-    ]
-    name = options.tune.partition("=")[0]
+    columns = ("validation_final", "validation_best")
+    groups = frame.groupby("value", sort=False)
+    rows = [[str(value), str(len(own)), *(spread(own[name]) for name in columns)] for value, own in groups]
     title = f"{options.methods[0]}: accuracy on validation samples (%)\n{setting(options)}"
-    show(title, [name, "seeds", "at the end", "at its best round"], rows)
+    show(title, [options.tune.partition("=")[0], "seeds", "at the end", "at its best round"], rows)
 
 
 def report(options: argparse.Namespace, jobs: Sequence[Job], failures: dict[str, str]) -> None:
     """The table, and the summary where one is asked for."""
     runs = results_of(jobs)
-    title = f"accuracy (%) and floats per participant and round\n{setting(options)}"
-    show(title, *rows_of(runs))
+    show(f"accuracy (%) and floats per participant and round\n{setting(options)}", *rows_of(runs))
     for row in runs[runs["replies_left_out"] > 0].itertuples():
         console.print(f"note: {row.method} seed {row.seed}: {row.replies_left_out} replies were left out", style="red")
     if options.summary:
@@ -446,13 +379,10 @@ def report(options: argparse.Namespace, jobs: Sequence[Job], failures: dict[str,
 
 def main() -> None:
     options = read_options()
-    failures: dict[str, str] = {}
     try:
-        for method in options.methods:
-            find_method(method)
-        jobs = new_jobs(options, failures)
-        run_all(jobs, options, failures)
-        finished = [job for job in jobs if job.finished]
+        jobs = new_jobs(options)
+        failures = run_all(jobs, options)
+        finished = [job for job in jobs if job.finished and job.folder.name not in failures]
         if finished:
             report_tuning(options, finished) if options.tune else report(options, finished, failures)
     except PolyfedError as error:

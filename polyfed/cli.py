@@ -10,13 +10,15 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from pydantic import BaseModel
 from rich.console import Console
 
 from polyfed import api
-from polyfed.config import PRESETS, Experiment, merged, parse_yaml, read_experiment
+from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
 from polyfed.federation import Interrupted, Watcher
+from polyfed.methods.base import Training
 from polyfed.records import RunFolder
 from polyfed.report import tables
 from polyfed.report.progress import BarProgress, LineProgress, QuietProgress
@@ -34,9 +36,12 @@ error_console = Console(stderr=True, highlight=False, soft_wrap=True)
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
-def _option(name: str, *flags: str) -> Any:
+def _option(name: str, model: type[BaseModel] = Experiment) -> Any:
     """An option documented by the experiment's own field; nothing given means: as the experiment says."""
-    return typer.Option(*flags, help=Experiment.model_fields[name].description, show_default=False)
+    info, values = model.model_fields[name], describe_range(model, name)
+    choices = f"; {values}" if values.startswith("one of") else ""
+    default = "" if info.default is None else f" (default: {info.default})"
+    return typer.Option(help=f"{info.description}{choices}{default}", show_default=False)
 
 
 @app.command()
@@ -52,9 +57,9 @@ def run(
     models: Annotated[str | None, _option("models")] = None,
     features: Annotated[int | None, _option("features")] = None,
     rounds: Annotated[int | None, _option("rounds")] = None,
-    epochs: Annotated[int | None, typer.Option(help="passes over a client's samples in a round")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="samples per step")] = None,
-    lr: Annotated[float | None, typer.Option(help="learning rate")] = None,
+    epochs: Annotated[int | None, _option("epochs", Training)] = None,
+    batch_size: Annotated[int | None, _option("batch_size", Training)] = None,
+    lr: Annotated[float | None, _option("lr", Training)] = None,
     preset: Annotated[str | None, typer.Option(help=f"training settings: {' or '.join(PRESETS)}")] = None,
     seed: Annotated[int | None, _option("seed")] = None,
     engine: Annotated[str | None, _option("engine")] = None,

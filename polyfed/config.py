@@ -67,7 +67,7 @@ class Experiment(BaseModel):
     )
     eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
     min_replies: int = Field(1, ge=1, description="sound replies that a round needs")
-    engine: Literal["auto", "sequential", "threads"] = Field("auto", description="where clients train")
+    engine: Literal["auto", "sequential", "threads", "vectorized"] = Field("auto", description="where clients train")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     workers: int | None = Field(None, ge=1, description="threads of the threads engine; none: one per core")
     memory_budget: float | None = Field(
@@ -265,7 +265,7 @@ def describe_range(model: type[BaseModel], name: str) -> str:
     if choices:
         return "one of " + ", ".join(str(choice) for choice in get_args(choices[0]))
     types = {info.annotation, *get_args(info.annotation)}
-    kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     noun = next((noun for kind, noun in kinds.items() if kind in types), "")
     words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
     limits = [

@@ -1,13 +1,14 @@
 """A run that was stopped, by Ctrl-C or by kill -9 at any moment, goes on to the numbers it would have given."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import pandas as pd
 import pytest
 
 import polyfed
-from polyfed import Watcher
+from polyfed import Watcher, cli
 from polyfed.federation import Interrupted
 from tests import support
 
 SMALL = '''
 import os, signal
 from torch import nn
+from polyfed.records import atomic
 
 class Small(nn.Sequential):
     """A small network of the user's own."""
@@ -33,32 +35,49 @@ class Smaller(nn.Sequential):
     def __init__(self, input_shape, classes):
         super().__init__(nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, classes))
 
-# The process kills itself when it forces this file to the disk, counted from its start: in the middle of a checkpoint.
-remaining = int(os.environ.get("DIE_AT_FSYNC", 0))
-if remaining:
-    fsync = os.fsync
-    def dying(file):
-        global remaining
-        remaining -= 1
-        if remaining == 0:
+# "checkpoint 3": the process kills itself in the middle of writing its third file into a folder of that name.
+place, _, count = os.environ.get("DIE_AT", "").partition(" ")
+if place:
+    write, left = atomic.write, iter(range(int(count) - 1, -1, -1))
+    def dying(path, content):
+        if path.parent.name == place and next(left) == 0:
+            path.with_name(path.name + ".new").write_bytes(content[: len(content) // 2] if path.suffix != ".json" else b"{")
             os.kill(os.getpid(), signal.SIGKILL)
-        fsync(file)
-    os.fsync = dying
+        write(path, content)
+    atomic.write = dying
 '''
-ROUNDS = 20
+ROUNDS = 24
 SETTINGS: dict[str, Any] = {
     "data": "digits", "models": "small_of_user:Small,small_of_user:Smaller", "clients": 6, "participation": 0.5,
     "rounds": ROUNDS, "eval_every": 2, "seed": 3, "checkpoint_every": 1, "device": "cpu", "method": "fedproto",
 }  # fmt: skip
 
 
-def start(folder: Path, *arguments: str, die_at_fsync: int = 0) -> subprocess.Popen[str]:
-    """`polyfed` in a process of its own."""
-    environment = {**os.environ, "DIE_AT_FSYNC": str(die_at_fsync), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyfed", *arguments],
-        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+processes = multiprocessing.get_context("forkserver")  # imports torch, which takes seconds, once for all
+processes.set_forkserver_preload(["polyfed.cli", "sklearn.datasets"])
+
+
+def start(folder: Path, *arguments: str, die_at: str = "") -> BaseProcess:
+    """`polyfed` in a process of its own, which writes into output.txt and errors.txt."""
+    process = processes.Process(target=command, args=(folder, arguments, die_at))
+    process.start()
+    return process
+
+
+def command(folder: Path, arguments: tuple[str, ...], die_at: str) -> None:
+    os.chdir(folder)
+    os.environ["DIE_AT"] = die_at
+    for name, number in (("output.txt", 1), ("errors.txt", 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["polyfed", *arguments]
+    cli.main()
+
+
+def ended(process: BaseProcess, folder: Path) -> int | None:
+    """A process's exit status; what it said about errors is shown when a test fails."""
+    process.join(60)
+    print((folder / "errors.txt").read_text())
+    return process.exitcode
 
 
 def checkpoint_round(run: Path) -> int:
@@ -68,10 +87,10 @@ def checkpoint_round(run: Path) -> int:
         return 0
 
 
-def wait_for_round(process: subprocess.Popen[str], run: Path, round: int) -> None:
+def wait_for_round(process: BaseProcess, run: Path, round: int) -> None:
     """Until the run has a checkpoint of that round, or has ended."""
     deadline = time.monotonic() + 60
-    while checkpoint_round(run) < round and process.poll() is None:
+    while checkpoint_round(run) < round and process.is_alive():
         assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.002)
 
@@ -84,12 +103,10 @@ def records(run: Path) -> dict[str, Any]:
     return {"rounds": rounds.to_csv(), **texts, **models}
 
 
-def test_a_run_killed_again_and_again_gives_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed in the midst of a checkpoint, at a random moment, and in its last checkpoint or among the models after it.
+def test_a_run_killed_again_and_again_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the midst of writing a checkpoint, at random moments, and in the midst of writing the models at the end.
 
-    Where exactly is drawn anew each time. Every start of Python takes seconds, so the last one happens in here.
+    Where exactly is drawn anew each time.
     """
     (tmp_path / "small_of_user.py").write_text(SMALL)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -97,22 +114,20 @@ def test_a_run_killed_again_and_again_gives_the_same_numbers(
 
     (tmp_path / "killed.yaml").write_text(polyfed.experiment(**SETTINGS).to_yaml())
     run, chance = tmp_path / "killed", random.Random()
-    # A new run forces 7 files to the disk; a checkpoint those of 3 clients, server, progress and one or two manifests.
-    process = start(tmp_path, "run", "killed.yaml", "--out", "killed", die_at_fsync=7 + chance.randint(1, 20))
-    assert process.wait(60) == -signal.SIGKILL, process.communicate()
-    assert checkpoint_round(run) <= 3
-
-    process = start(tmp_path, "resume", "killed")
-    wait_for_round(process, run, checkpoint_round(run) + chance.randint(1, 9))
-    time.sleep(chance.random() * 0.1)
-    process.kill()
-    process.communicate()
-
-    left = ROUNDS - 1 - checkpoint_round(run)
-    process = start(tmp_path, "resume", "killed", die_at_fsync=3 + 7 * left + chance.randint(-6, 6))
-    assert process.wait(60) == -signal.SIGKILL, process.communicate()
-    assert checkpoint_round(run) >= ROUNDS - 2
-    polyfed.resume(run)
+    process = start(tmp_path, "run", "killed.yaml", "--out", "killed", die_at=f"checkpoint {chance.randint(1, 20)}")
+    assert ended(process, tmp_path) == -signal.SIGKILL
+    for _ in range(2):
+        process = start(tmp_path, "resume", "killed")
+        wait_for_round(process, run, checkpoint_round(run) + chance.randint(1, 3))
+        time.sleep(chance.random() * 0.05)
+        process.kill()
+        assert ended(process, tmp_path) == -signal.SIGKILL
+    process = start(tmp_path, "resume", "killed", die_at=f"models {chance.randint(1, 6)}")
+    assert ended(process, tmp_path) == -signal.SIGKILL
+    assert checkpoint_round(run) == ROUNDS - 1
+    process = start(tmp_path, "resume", "killed", "--quiet")
+    assert ended(process, tmp_path) == 0
+    assert (tmp_path / "output.txt").read_text() == "killed\n"
     assert records(run) == records(tmp_path / "whole")
 
 
@@ -122,14 +137,13 @@ def test_ctrl_c_finishes_the_round_and_says_how_to_go_on(tmp_path: Path) -> None
     (tmp_path / "long.yaml").write_text(text)
     process = start(tmp_path, "run", "long.yaml", "--out", "stopped")
     wait_for_round(process, tmp_path / "stopped", 2)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    assert ended(process, tmp_path) == 130
     rows = pd.read_csv(tmp_path / "stopped" / "rounds.csv")
-    assert process.returncode == 130
-    assert "Stopping after this round" in output
-    assert errors == (
-        f"polyfed: stopped after round {len(rows)} of 2000; go on with `polyfed resume stopped`.\n"
-    )
+    last = (tmp_path / "errors.txt").read_text().splitlines()[-1]
+    assert last == f"polyfed: stopped after round {len(rows)} of 2000; go on with `polyfed resume stopped`."
+    assert "Stopping after this round" in (tmp_path / "output.txt").read_text()
     assert checkpoint_round(tmp_path / "stopped") == len(rows)
 
 

@@ -7,8 +7,9 @@ from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population
 from polyfed.engines.sequential import SequentialEngine
 from polyfed.engines.threads import ThreadsEngine
+from polyfed.engines.vectorized import VectorizedEngine
 
-ENGINES = ("auto", "sequential", "threads")
+ENGINES = ("auto", "sequential", "threads", "vectorized")
 
 __all__ = [
     "ENGINES",
@@ -18,6 +19,7 @@ __all__ = [
     "Population",
     "SequentialEngine",
     "ThreadsEngine",
+    "VectorizedEngine",
     "new_engine",
 ]
 
@@ -25,7 +27,9 @@ __all__ = [
 def new_engine(
     name: str, population: Population, *, workers: int | None = None, memory_budget: int | None = None
 ) -> Engine:
-    """The engine of that name; `auto` takes threads on a CPU and the sequential loop on a GPU."""
+    """The engine of that name; `auto` takes threads on a CPU and vectorized on a GPU."""
     if name == "threads" or (name == "auto" and population.device.type == "cpu"):
         return ThreadsEngine(population, workers=workers, memory_budget=memory_budget)
+    if name in ("vectorized", "auto"):
+        return VectorizedEngine(population, memory_budget=memory_budget)
     return SequentialEngine(population, memory_budget=memory_budget)

@@ -48,13 +48,18 @@ class Evaluation:
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
     """Write a download into the client's state, in place; nothing of the message is kept by reference."""
-    moved = Message(
-        {name: tensor.to(population.device) for name, tensor in message.tensors.items()},
-        {name: tensor.to(population.device) for name, tensor in message.metadata.items()},
-    )
+    moved = on_device(message, population.device)
     changed = population.method.receive(state, moved, population.knowledge(client, round))
     for name, tensor in changed.items():
         state[name].copy_(tensor)
+
+
+def on_device(message: Message, device: torch.device) -> Message:
+    """The message with its tensors on the compute device."""
+    return Message(
+        {name: tensor.to(device) for name, tensor in message.tensors.items()},
+        {name: tensor.to(device) for name, tensor in message.metadata.items()},
+    )
 
 
 def train(population: Population, client: int, network: ClientNetwork, round: int, flops: ClientFlops) -> Reply:
@@ -66,9 +71,8 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     notes = [note for result in results for note in result.notes]
     network.eval()
     with torch.no_grad():
-        notes += method.inspect(
-            network, Batch(*population.dataset.batch(data.train[:EVALUATION_BATCH], population.device))
-        )
+        some = population.dataset.batch(data.train[:EVALUATION_BATCH], population.device)
+        notes += [remark for remark, true in method.inspect(network, Batch(*some)).items() if bool(true)]
         answer = Trained(
             population.counts[client],
             round,

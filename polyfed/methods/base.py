@@ -251,9 +251,12 @@ class Method:
         """Scores [batch, classes] by each way to predict that the method has; the first is the method's own."""
         return {"classifier": net(x)}
 
-    def inspect(self, net: ClientNetwork, batch: Batch) -> list[str]:
-        """Remarks on a trained client, from one batch of its data, in evaluation mode; kept as events of the run."""
-        return []
+    def inspect(self, net: ClientNetwork, batch: Batch) -> dict[str, Tensor]:
+        """Remarks on a trained client from one batch of its data, each with a truth value; true ones become events.
+
+        Pure like a loss, in evaluation mode.
+        """
+        return {}
 
     # The server's side -----------------------------------------------------------------------------------------------
 

@@ -32,13 +32,15 @@ class FedGen(Method):
     requires = ("head",)
 
     class Config(Method.Config):
-        label_weight: float = Field(
-            10.0, ge=0, description="weight of the head's loss on generated features, before it fades"
-        )
-        guidance_weight: float = Field(
-            10.0,
+        label_weight: float | None = Field(
+            None,
             ge=0,
-            description="weight of the divergence from what the head makes of generated features, likewise",
+            description="weight of the loss on generated features at first; none: 10, at most 0.1 / lr",
+        )
+        guidance_weight: float | None = Field(
+            None,
+            ge=0,
+            description="weight of the guidance by generated features at first; none: 10, at most 0.1 / lr",
         )
         decay: float = Field(
             0.98, gt=0, le=1, description="what both weights and the server's learning rate are multiplied by per round"
@@ -52,26 +54,29 @@ class FedGen(Method):
     config: Config
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
-        config = self.config
-        return {"generator": ClientGenerator(self.task.classes, model.feature_size, config.noise, config.hidden)}
+        sizes = (self.task.classes, model.feature_size, self.config.noise, self.config.hidden)
+        return {"generator": ClientGenerator(*sizes)}
 
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         if "labels" not in message.metadata:
             return dict(message.tensors)
         known = torch.zeros_like(state["generator.known"])
         known[message.metadata["labels"]] = True
-        fading = self.config.decay ** (client.round - 1)
-        weights = [
-            max(start * fading, min(start, SMALLEST_WEIGHT))
-            for start in (self.config.label_weight, self.config.guidance_weight)
-        ]
-        return {**message.tensors, "generator.known": known, "generator.weights": torch.tensor(weights)}
+        return {**message.tensors, "generator.known": known, "generator.weights": self.weights(client.round)}
+
+    def weights(self, round: int) -> Tensor:
+        """The weights of the two terms that the generator adds to the loss in a round."""
+        # The paper's 10 goes with its learning rate 0.01; at larger ones its steps on the head would not converge.
+        usual = min(10.0, 0.1 / self.training.lr)
+        starts = [usual if w is None else w for w in (self.config.label_weight, self.config.guidance_weight)]
+        fading = self.config.decay ** (round - 1)
+        return torch.tensor([max(start * fading, min(start, SMALLEST_WEIGHT)) for start in starts])
 
     def phases(self) -> list[Phase]:
         return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs, draw=self.draw)]
 
     def draw(self, generator: torch.Generator, samples: int) -> State:
-        """For each sample of a batch: noise for a feature of its class, and noise and a class for a generated one."""
+        """For each sample of a batch: noise for a feature of its class, and noise and a class for any other."""
         noise = torch.randn(2, samples, self.config.noise, generator=generator)
         return {"guiding": noise[0], "noise": noise[1], "chance": torch.rand(samples, generator=generator)}
 
@@ -94,12 +99,10 @@ class FedGen(Method):
         return Message(part_of(client.state, "model.head"), metadata)
 
     def start(self, server: Server) -> None:
-        classes, size = self.task.classes, self.task.feature_size
-        server.modules["generator"] = self.task.seeded_module(
-            lambda: ServerGenerator(classes, size, self.config.noise, self.config.hidden), "generator"
-        )
+        sizes = (self.task.classes, self.task.feature_size, self.config.noise, self.config.hidden)
+        server.modules["generator"] = self.task.seeded_module(lambda: ServerGenerator(*sizes), "generator")
         server.state.update(self._head_state)
-        server.state["known"] = torch.zeros(classes, dtype=torch.bool)
+        server.state["known"] = torch.zeros(self.task.classes, dtype=torch.bool)
 
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         head = part_of(server.state, "model.head")

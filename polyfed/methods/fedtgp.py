@@ -83,6 +83,7 @@ class FedTGP(PrototypeMethod):
             batch_size=config.server_batch_size,
             lr=config.server_lr,
             generator=server.generator("prototypes"),
+            work=6 * self.task.classes * self.task.feature_size**2,
         )
         check_finite(prototypes, "prototypes", server.round, config.server_lr)
         # A class that nobody has uploaded has a prototype too, pushed away from all others.

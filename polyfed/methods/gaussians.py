@@ -1,8 +1,8 @@
 """Gaussians of features, one per class: how covariances travel, how clients' are put together, how they are sampled.
 
-Nothing here is as large as all covariances at once. A Gaussian is sampled from the rows of a factor L with Σ = Lᵀ L.
-A client's covariance of n samples has rank n − 1 at most, so its factor is found in n − 1 steps from as many columns
-of its packed triangle; and the factor of a pooled covariance is its clients' factors, scaled and put below each other.
+No full matrix is ever built here. A Gaussian is sampled from the rows of a factor L with Σ = Lᵀ L. A covariance of n
+samples has rank n − 1 at most, so its factor is found in n − 1 steps from as many columns of its packed triangle; and
+the factor of a pooled covariance is its clients' factors, scaled and put below each other.
 """
 
 from __future__ import annotations

@@ -98,11 +98,10 @@ class PFedES(Method):
     def upload(self, client: Trained) -> Message:
         return Message(part_of(client.state, "proxy"), client.sample_count)
 
-    def inspect(self, net: ClientNetwork, batch: Batch) -> list[str]:
+    def inspect(self, net: ClientNetwork, batch: Batch) -> dict[str, Tensor]:
         # With ReLU at its end the proxy can die; no gradient brings it back, and nothing else would show it.
-        if bool(net.proxy(batch.x).any()):
-            return []
-        return ["the proxy extractor gives only zeros and can't learn any more; activation=none avoids that"]
+        remark = "the proxy extractor gives only zeros and can't learn any more; activation=none avoids that"
+        return {remark: (net.proxy(batch.x) == 0).all()}
 
     # The server's side -----------------------------------------------------------------------------------------------
 

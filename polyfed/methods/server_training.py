@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from polyfed.errors import DivergedError
 
 _WORTH_A_GRAPH = 100
 """Steps from which capturing one as a GPU graph costs less than it saves."""
+_WORTH_THREADS = 50_000_000
+"""Multiplications in a step from which several CPU threads are quicker than one that never waits for another."""
 
 
 def train_on_vectors(
@@ -23,10 +26,12 @@ def train_on_vectors(
     batch_size: int = 64,
     lr: float = 0.01,
     generator: torch.Generator,
+    work: int | None = None,
 ) -> float:
     """Minimise the mean loss over the vectors in shuffled mini-batches; returns the mean loss of the last epoch.
 
-    The loss gives one value per vector and is by default the cross entropy of the module's output.
+    The loss gives one value per vector and is by default the cross entropy of the module's output. `work` is about how
+    many multiplications a step takes; none: as if every weight met every vector, forth and back.
     """
     loss_of = loss or classification_loss
     optimiser = torch.optim.SGD(module.parameters(), lr)
@@ -41,10 +46,12 @@ def train_on_vectors(
     run: Callable[[Tensor], Tensor] = step
     if vectors.is_cuda and epochs * (len(vectors) // batch_size) >= _WORTH_A_GRAPH:
         run = _Replayed(step, batch_size)
+    work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
     values: list[Tensor] = []
-    for _ in range(epochs):
-        order = torch.randperm(len(vectors), generator=generator).to(vectors.device)
-        values = [run(chunk) for chunk in order.split(batch_size)]
+    with _threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
+        for _ in range(epochs):
+            order = torch.randperm(len(vectors), generator=generator).to(vectors.device)
+            values = [run(chunk) for chunk in order.split(batch_size)]
     optimiser.zero_grad()
     return float(torch.cat(values).mean())
 
@@ -61,6 +68,16 @@ def check_finite(module: nn.Module, what: str, round: int, lr: float) -> None:
             f"the weights of the server's {what} are no longer finite in round {round}: lower the learning rate there "
             f"(--set method.server_lr={lr / 10:g})."
         )
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Replayed:

@@ -9,7 +9,11 @@ from polyfed.message import State
 
 
 def state(value: float) -> State:
-    return {"w": torch.full((4,), float(value)), "steps": torch.tensor(int(value)), "known": torch.tensor([True, False])}
+    return {
+        "w": torch.full((4,), float(value)),
+        "steps": torch.tensor(int(value)),
+        "known": torch.tensor([True, False]),
+    }
 
 
 FIRST = state(-1)

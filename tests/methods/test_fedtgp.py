@@ -139,6 +139,31 @@ def test_same_round_gives_the_same_prototypes() -> None:
     assert not torch.equal(found[0], found[2])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where steps are captured as a graph")
+def test_server_on_a_gpu_gives_the_same_prototypes() -> None:
+    """Batches of 3 of 5, so that an epoch has a captured step and a plain one; two rounds."""
+    method = support.new_method({"name": "fedtgp", "server_batch_size": 3, "server_epochs": 120, "server_lr": 0.1})
+    found = []
+    for device in ("cpu", "cuda"):
+        server = support.new_server(method)
+        server.device = torch.device(device)
+        for server.round in (1, 2):
+            method.aggregate(server, [on_axes(0, [0, 1], 3.0), on_axes(1, [1, 2, 3], 4.0)])
+        found.append(server.state["prototypes.vectors"])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_compute_threads_are_left_as_they_were() -> None:
+    before = torch.get_num_threads()
+    method = support.new_method(QUICK)
+    torch.set_num_threads(2)
+    try:
+        method.aggregate(support.new_server(method), [on_axes(0, [0, 1])])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_only_uploaded_classes_are_sent_if_asked() -> None:
     method = support.new_method({**QUICK, "broadcast": "uploaded"})
     server = support.new_server(method)

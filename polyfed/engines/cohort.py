@@ -1,0 +1,270 @@
+"""Clients of one architecture as one batched network: stacked states, one step for all of them at once.
+
+Every loss, prediction and statistic runs under `torch.func.vmap` over the stacked states, through the same code as in
+the plain loop. Batches are rows of sample numbers; −1 pads a short batch, and a client whose rows are all −1 has
+finished and does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from polyfed.data import Dataset
+from polyfed.engines.batches import augment, epochs
+from polyfed.engines.local import Evaluation, prepare
+from polyfed.engines.population import Population
+from polyfed.message import State
+from polyfed.methods.base import Batch, Phase
+from polyfed.methods.network import ClientNetwork
+from polyfed.methods.statistics import ClassStatistics, class_covariances, means_from_sums
+
+EVALUATION_SAMPLES = 8192
+"""Samples of all clients together in one step of an evaluation."""
+
+
+class Applied(nn.Module):
+    """A function of a client network as a module, so that the network's state can be replaced for one call."""
+
+    def __init__(self, network: ClientNetwork, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.network = network
+        self._function = function
+
+    def forward(self, *arguments: object) -> object:
+        return self._function(self.network, *arguments)
+
+    def on(self, state: State) -> Callable[..., object]:
+        """The function with the network in this state."""
+        named = {f"network.{name}": tensor for name, tensor in state.items()}
+        return lambda *arguments: functional_call(self, named, arguments)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of a cohort in one phase, on the compute device: [steps, clients, batch, …]."""
+
+    rows: Tensor
+    """Sample numbers; −1 where there is none."""
+    extras: State = field(default_factory=dict)
+    """Draws that go with the samples: `first.flip`, `second.flip`, `drawn.noise`."""
+
+    def at(self, step: int) -> State:
+        """The inputs of one step."""
+        return {"rows": self.rows[step], **{name: tensor[step] for name, tensor in self.extras.items()}}
+
+
+def new_plan(population: Population, clients: Sequence[int], width: int, size: int, phase: Phase, round: int) -> Plan:
+    """All batches of these clients in a phase, padded to a common number of steps and to `size` clients."""
+    per_client = [list(epochs(population, client, phase, round)) for client in clients]
+    steps = max((sum(-(-len(e.samples) // width) for e in each) for each in per_client), default=0)
+    rows = torch.full((steps, size, width), -1, dtype=torch.int64)
+    extras: State = {}
+    for column, each in enumerate(per_client):
+        start = 0
+        for epoch in each:
+            stop = start + -(-len(epoch.samples) // width)
+            rows[start:stop, column] = _in_batches(epoch.samples, width, -1)
+            draws = {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
+            for view, drawn in zip(("first", "second"), epoch.augmentations, strict=False):
+                draws |= {f"{view}.{name}": tensor for name, tensor in drawn.items()}
+            for name, tensor in draws.items():
+                if name not in extras:
+                    extras[name] = torch.zeros(steps, size, width, *tensor.shape[1:], dtype=tensor.dtype)
+                extras[name][start:stop, column] = _in_batches(tensor, width, 0)
+            start = stop
+    device = population.device
+    return Plan(rows.to(device), {name: tensor.to(device) for name, tensor in extras.items()})
+
+
+def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
+    """Values of samples cut into batches [batches, width, …], the last one filled up."""
+    count = -(-len(values) // width)
+    filled = torch.full((count * width, *values.shape[1:]), filler, dtype=values.dtype)
+    filled[: len(values)] = values
+    return filled.view(count, width, *values.shape[1:])
+
+
+class PhaseStep:
+    """One step of one phase for a whole cohort: batch, loss, gradient, update, in place on stacked tensors."""
+
+    def __init__(self, population: Population, network: ClientNetwork, phase: Phase, state: State) -> None:
+        training = population.training
+        prepare(network, phase)
+        self.trained = {n: state[n] for n, p in network.named_parameters() if p.requires_grad}
+        self.frozen = {name: tensor for name, tensor in state.items() if name not in self.trained}
+        groups = [[n for n in self.trained if n.startswith(f"{module}.")] for module in phase.trains]
+        network.requires_grad_(False)
+        size = len(next(iter(state.values())))
+        self._dataset: Dataset = population.dataset
+        self._phase = phase
+        self._classes = population.task.classes
+        self._lr = phase.lr or training.lr
+        self._training = training
+        self._groups = groups if training.clip is not None else []
+        self._loss = Applied(network, self._masked_loss)
+        self._gradient = vmap(grad(self._client_loss, has_aux=True))
+        self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
+        self.total = torch.zeros(size, device=population.device)
+        self.sums: Tensor | None = None
+
+    def reset(self) -> None:
+        """Start a phase anew."""
+        self.total.zero_()
+        if self.sums is not None:
+            self.sums.zero_()
+        for tensor in self.momentum.values():
+            tensor.zero_()
+
+    def __call__(self, inputs: State) -> None:
+        rows = inputs["rows"]
+        mask = rows >= 0
+        batch = self._batch(rows, inputs) | {"mask": mask}
+        gradients, seen = self._gradient(self.trained, self.frozen, batch)
+        self._update(gradients, mask.any(1))
+        self.total += seen["total"]
+        if "vectors" in seen:
+            vectors = seen["vectors"]
+            if self.sums is None:
+                shape = (len(rows), self._classes, vectors.shape[-1])
+                self.sums = torch.zeros(shape, device=vectors.device, dtype=torch.float64)
+            belongs = nn.functional.one_hot(batch["y"], self._classes) * mask[..., None]
+            self.sums += belongs.double().mT @ vectors.double()
+
+    def _batch(self, rows: Tensor, inputs: State) -> State:
+        flat = rows.clamp(min=0).flatten()
+        x = self._dataset.normalise(self._dataset.images.index_select(0, flat))
+        batch = {"y": self._dataset.labels.index_select(0, flat).view_as(rows)}
+        for view, name in (("first", "x"), ("second", "view")):
+            draws = {n.removeprefix(f"{view}."): t.flatten(0, 1) for n, t in inputs.items() if n.startswith(f"{view}.")}
+            if draws or name == "x":
+                batch[name] = (augment(x, draws) if draws else x).unflatten(0, rows.shape)
+        return batch | {name: tensor for name, tensor in inputs.items() if name.startswith("drawn.")}
+
+    def _masked_loss(self, network: ClientNetwork, batch: State) -> tuple[Tensor, State]:
+        drawn = {n.removeprefix("drawn."): tensor for n, tensor in batch.items() if n.startswith("drawn.")}
+        given = Batch(batch["x"], batch["y"], batch["mask"], batch.get("view"), drawn)
+        outcome = self._phase.loss(network, given)
+        values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
+        total = torch.where(batch["mask"], values, 0.0).sum()
+        mean = total / batch["mask"].sum().clamp(min=1)
+        return mean, {"total": total} if vectors is None else {"total": total, "vectors": vectors}
+
+    def _client_loss(self, trained: State, frozen: State, batch: State) -> object:
+        return self._loss.on({**trained, **frozen})(batch)
+
+    def _update(self, gradients: State, active: Tensor) -> None:
+        """SGD as torch.optim has it, for clients that have a batch in this step."""
+        clip, decay = self._training.clip, self._training.weight_decay
+        for group in self._groups:
+            norm = torch.stack([gradients[name].flatten(1).square().sum(1) for name in group]).sum(0).sqrt()
+            assert clip is not None
+            factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+            for name in group:
+                gradients[name] = gradients[name] * _column(factor, gradients[name])
+        for name, parameter in self.trained.items():
+            direction = gradients[name]
+            if decay:
+                direction = direction + decay * parameter
+            if self.momentum:
+                direction = self.momentum[name].mul_(self._training.momentum).add_(direction)
+            parameter.addcmul_(_column(active.to(parameter.dtype), parameter), direction, value=-self._lr)
+            if name in self._phase.bounds:
+                parameter.clamp_(*self._phase.bounds[name])
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """One value per client, shaped to multiply a stacked tensor."""
+    return values.view(-1, *(1,) * (like.dim() - 1))
+
+
+def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sample numbers of several clients as one table, −1 where a client has fewer."""
+    longest = max((len(each) for each in samples), default=0)
+    table = torch.full((len(samples), longest), -1, dtype=torch.int64)
+    for row, each in zip(table, samples, strict=True):
+        row[: len(each)] = each
+    return table.to(device)
+
+
+def in_chunks(
+    dataset: Dataset, network: ClientNetwork, state: State, rows: Tensor, function: Callable[..., object]
+) -> list[tuple[Tensor, object]]:
+    """A function of (network, images) for all clients over all their samples; pairs of rows and results."""
+    applied = Applied(network, function)
+    stacked = vmap(lambda own, x: applied.on(own)(x))
+    width = max(1, EVALUATION_SAMPLES // max(1, len(rows)))
+    results = []
+    for chunk in rows.split(width, 1) if rows.shape[1] else ():
+        x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
+        results.append((chunk, stacked(state, x.unflatten(0, chunk.shape))))
+    return results
+
+
+def collect(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+) -> list[ClassStatistics | None]:
+    """The method's class statistics of all clients' training samples."""
+    wanted = population.method.collect
+    if wanted is None:
+        return [None] * len(clients)
+    rows = padded_rows([population.data[client].train for client in clients], population.device)
+    parts = in_chunks(population.dataset, network, state, rows, wanted.of)
+    vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1)
+    labels = population.dataset.labels[rows.clamp(min=0)]
+    classes = population.task.classes
+    if wanted.covariance:
+        lengths = [len(population.data[client].train) for client in clients]
+        return [class_covariances(vectors[i, :n], labels[i, :n], classes) for i, n in enumerate(lengths)]
+    sums = torch.zeros(len(clients) * classes + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)
+    place = torch.arange(len(clients), device=rows.device)[:, None] * classes + labels
+    place = torch.where(rows >= 0, place, len(clients) * classes)  # padding goes into a row of its own
+    sums.index_add_(0, place.flatten(), vectors.flatten(0, 1).double())
+    table = sums[:-1].view(len(clients), classes, -1).cpu()
+    return [means_from_sums(table[i], population.counts[client]) for i, client in enumerate(clients)]
+
+
+def evaluate(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+) -> dict[int, Evaluation]:
+    """Count right predictions on all clients' test and validation samples."""
+    counts: list[dict[str, list[int]]] = []
+    for part in ("test", "validation"):
+        rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
+        right: dict[str, Tensor] = {}
+        for chunk, scores in in_chunks(population.dataset, network, state, rows, population.method.predict):
+            assert isinstance(scores, dict)
+            labels = torch.where(chunk >= 0, population.dataset.labels[chunk.clamp(min=0)], -1)
+            for rule, values in scores.items():
+                hits = (values.argmax(-1) == labels).sum(1)
+                right[rule] = right[rule] + hits if rule in right else hits
+        counts.append({rule: hits.tolist() for rule, hits in right.items()})
+    rules = list(counts[0] or counts[1])
+    none = [0] * len(clients)
+    return {
+        client: Evaluation(
+            len(population.data[client].test),
+            len(population.data[client].validation),
+            {rule: counts[0].get(rule, none)[i] for rule in rules},
+            {rule: counts[1].get(rule, none)[i] for rule in rules},
+        )
+        for i, client in enumerate(clients)
+    }
+
+
+def remarks(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+) -> list[tuple[str, ...]]:
+    """What the method has to say about each client, from one batch of its samples."""
+    size = min(64, *(len(population.data[client].train) for client in clients))
+    rows = torch.stack([population.data[client].train[:size] for client in clients]).to(population.device)
+    x, y = population.dataset.batch(rows.flatten(), population.device)
+    applied = Applied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
+    found = vmap(lambda own, a, b: applied.on(own)(a, b))(state, x.unflatten(0, rows.shape), y.view_as(rows))
+    assert isinstance(found, dict)
+    truth = {remark: values.tolist() for remark, values in found.items()}
+    return [tuple(remark for remark, values in truth.items() if values[i]) for i in range(len(clients))]

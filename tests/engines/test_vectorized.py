@@ -1,0 +1,122 @@
+"""The vectorized engine gives the sequential engine's numbers, for every method and every uneven case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines.cohort import new_plan
+from polyfed.methods import METHODS
+from polyfed.methods.base import Phase
+from tests import support
+
+
+def run(tmp_path: Path, engine: Any, method: Any, **settings: Any) -> tuple[pd.DataFrame, list[dict[str, Any]], Any]:
+    """Rounds, notes and the federation of a finished run."""
+    federation = support.federation(tmp_path / engine.__name__, method, engine, **settings)
+    federation.run()
+    notes = [event for event in federation.folder.events() if event["event"] == "note"]
+    return federation.folder.rounds().drop(columns="seconds"), notes, federation
+
+
+def assert_agree(tmp_path: Path, method: Any, **settings: Any) -> None:
+    expected, _, plain = run(tmp_path, SequentialEngine, method, **settings)
+    actual, notes, stacked = run(tmp_path, VectorizedEngine, method, **settings)
+    assert not [note for note in notes if "one after another" in note["note"]]  # nothing fell back to the loop
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    for client in range(plain.config.clients):
+        for name, tensor in plain.engine.get_state(client).items():
+            torch.testing.assert_close(stacked.engine.get_state(client)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_agrees_with_the_plain_loop(tmp_path: Path, method: str) -> None:
+    models = (support.Wide,) if method == "fedavg" else (support.Wide, support.Narrow)
+    assert_agree(tmp_path, method, models=models, clients=5, lr=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training": {"momentum": 0.9, "weight_decay": 1e-3, "clip": 0.5}},
+        {"training": {"augment": True, "epochs": 3}},
+        {"partition": "dirichlet", "alpha": 0.5, "training": {"epochs": 2}},
+        {"participation": 0.5, "clients": 6, "rounds": 3},
+        {"start": "client"},
+        {"evaluate": "after-download"},
+        {"batch_size": 1000},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_uneven_cases_agree_with_the_plain_loop(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert_agree(tmp_path, "fedproto", **settings)
+
+
+def test_batch_norm_and_dropout_go_through_the_loop_and_say_so_once(tmp_path: Path) -> None:
+    models = (support.Normed, support.Wide)
+    expected, _, _ = run(tmp_path, SequentialEngine, "fedproto", models=models)
+    actual, notes, _ = run(tmp_path, VectorizedEngine, "fedproto", models=models)
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    assert [note["note"] for note in notes if "batch norm" in note["note"]] == [
+        "client 0: clients with Normed train one after another: it has batch norm, whose statistics a padded batch "
+        "would change"
+    ]
+
+
+class Branching(support.Wide):
+    """Its forward decides on the data, which can't be stacked."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if bool(x.sum() > -1e9) else super().forward(-x)
+
+
+def test_a_network_that_vmap_does_not_take_goes_through_the_loop(tmp_path: Path) -> None:
+    expected, _, _ = run(tmp_path, SequentialEngine, "standalone", models=(Branching,))
+    actual, notes, _ = run(tmp_path, VectorizedEngine, "standalone", models=(Branching,))
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    assert sum("Branching train one after another" in note["note"] for note in notes) == 1
+
+
+def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _, _ = run(tmp_path, SequentialEngine, "pfedes", models=(support.Wide,))
+    original = VectorizedEngine._train_phase
+
+    def too_large(self: VectorizedEngine, clients: list[int], *rest: Any) -> Any:
+        if len(clients) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return original(self, clients, *rest)
+
+    monkeypatch.setattr(VectorizedEngine, "_train_phase", too_large)
+    actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes", models=(support.Wide,))
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    assert sum("did not fit" in note["note"] for note in notes) == 1
+
+
+def test_a_finished_client_does_not_move(tmp_path: Path) -> None:
+    """One client has a single batch, another has many: the first stays bitwise where its last batch left it."""
+    clients = support.population("standalone", models=(support.Wide,), partition="dirichlet", alpha=0.3)
+    engine = VectorizedEngine(clients)
+    lengths = [len(data.train) for data in clients.data]
+    shortest = min(range(len(lengths)), key=lengths.__getitem__)
+    assert lengths[shortest] < max(lengths)
+    together = VectorizedEngine(clients)
+    nothing = {client: support.Message() for client in range(len(lengths))}
+    together.train(1, nothing)
+    engine.train(1, {shortest: support.Message()})
+    for name, tensor in engine.get_state(shortest).items():
+        torch.testing.assert_close(together.get_state(shortest)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_plan_pads_with_rows_that_are_no_samples() -> None:
+    clients = support.population("standalone", models=(support.Wide,))
+    phase: Phase = clients.method.phases()[0]
+    plan = new_plan(clients, [0, 1], width=8, size=3, phase=phase, round=1)
+    for column, client in enumerate((0, 1)):
+        visited = plan.rows[:, column].flatten()
+        assert sorted(visited[visited >= 0].tolist()) == sorted(clients.data[client].train.tolist())
+    assert (plan.rows[:, 2] == -1).all()

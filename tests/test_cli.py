@@ -1,0 +1,208 @@
+"""The command line: exit statuses, one sentence for whatever is wrong, and what it prints."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from polyfed import cli
+from polyfed.records import RunFolder
+
+SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", "--device", "cpu")
+
+
+class Ended(NamedTuple):
+    status: int
+    output: str
+    error: str
+
+
+class Shell:
+    """Runs polyfed in this process, in a folder of its own."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys = capsys
+        self._monkeypatch = monkeypatch
+
+    def __call__(self, *arguments: str) -> Ended:
+        self._monkeypatch.setattr(sys, "argv", ["polyfed", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        output, error = self._capsys.readouterr()
+        return Ended(int(caught.value.code or 0), output, error)
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    return Shell(capsys, monkeypatch)
+
+
+def is_one_sentence(error: str) -> bool:
+    return error.startswith("polyfed: ") and error.endswith((".\n", "?\n")) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fedprot",), "unknown method 'fedprot': did you mean 'fedproto'?"),
+        (("standalone", "--models", "cnn9"), "unknown network 'cnn9': did you mean 'cnn"),
+        (("standalone", "--models", "tests.support:Norrow"), "did you mean 'Narrow'"),
+        (("standalone", "--models", "no.such.module:Net"), "can't be imported"),
+        (("standalone", "--data", "digit"), "unknown dataset 'digit': did you mean 'digits'?"),
+        (("standalone", "--data", "npz:missing.npz"), "missing.npz"),
+        (("standalone", "--classes-per-client", "11"), "classes_per_client is 11, .* 10 classes: take 1 to 10"),
+        (("standalone", "--participation", "0"), "participation is 0.0, but must be a number greater than 0 and at"),
+        (("standalone", "--clients", "100000"), "100000 clients cannot share the 1797 samples .* 1 to 1797"),
+        (("standalone", "--rounds", "0"), "rounds is 0, but must be a whole number at least 1"),
+        (("standalone", "--lr", "-1"), "training.lr is -1.0, but must be a number greater than 0"),
+        (("standalone", "--partition", "dirichlett"), "must be one of shares, pathological, dirichlet, iid"),
+        (("standalone", "--preset", "papers"), "unknown preset 'papers': did you mean 'paper'?"),
+        (("standalone", "--split", "8-1-1"), "split '8-1-1' is no ratio"),
+        (("standalone", "--engine", "ray2"), "engine is 'ray2', but must be one of"),
+        (("standalone", "--device", "cuda:77"), "device is 'cuda:77', which this machine does not have"),
+        (("standalone", "--set", "nonsense"), "--set takes NAME=VALUE, .* not 'nonsense'"),
+        (("standalone", "--set", "rouns=3"), "unknown setting 'rouns': did you mean 'rounds'?"),
+        (("standalone", "--set", "a.b=3"), "--set knows method.NAME, training.NAME and plain settings, not 'a.b'"),
+        (("standalone", "--set", "training.momentun=1"), "did you mean 'momentum'?"),
+        (("standalone", "--set", "training=1"), "training is 1, but must be names with values"),
+        (("fedproto", "--set", "method.weight=-1"), "method.weight of fedproto is -1, but must be a number at least 0"),
+        (("fedavg", "--models", "cnn4,cnn5"), r"fedavg needs the same network .* clients 0.*cnn4.*clients 1.*cnn5"),
+        (("missing.yaml",), "can't read the experiment 'missing.yaml': No such file"),
+        (("broken.yaml",), "'broken.yaml' is not valid YAML"),
+        (("unknown-key.yaml",), "unknown setting 'clinets': did you mean 'clients'?"),
+        (("binary.yaml",), "can't read the experiment 'binary.yaml'"),
+        (("standalone", "--out", "file/run"), "can't write to 'file/run'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    shell: Shell, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "broken.yaml").write_text("method: [fedproto\nrounds: 3")
+    (tmp_path / "unknown-key.yaml").write_text("method: fedproto\nclinets: 3")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "file").write_text("")
+    ended = shell("run", *arguments)
+    assert ended.status == 2
+    assert re.search(words, ended.error)
+    assert is_one_sentence(ended.error), ended.error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_diverges_names_client_round_and_phase(shell: Shell) -> None:
+    ended = shell("run", "standalone", *SMALL, "--lr", "1e25")
+    assert ended.status == 1
+    assert re.search(r"client \d .*round \d, phase 'model'.*--lr", ended.error)
+    assert is_one_sentence(ended.error)
+
+
+def test_a_run_prints_rounds_a_table_and_its_folder(shell: Shell, tmp_path: Path) -> None:
+    ended = shell("run", "fedproto", *SMALL)
+    assert (ended.status, ended.error) == (0, "")
+    lines = [line.rstrip() for line in ended.output.splitlines()]
+    assert re.fullmatch(r"round 1/2  accuracy [\d.]+ %  loss [\d.]+  [\d.]+ s  \d+ s left", lines[0])
+    for words in ("accuracy, final", "best on validation", "best on test", "communication, up", "FLOPs", "seconds"):
+        assert words in ended.output
+    assert lines[-1] == "runs/fedproto-digits-seed0"
+    assert RunFolder.open(tmp_path / lines[-1]).finished
+    assert shell("run", "fedproto", *SMALL, "-q").output == "runs/fedproto-digits-seed0-2\n"
+
+
+def test_quiet_prints_only_the_folder(shell: Shell) -> None:
+    ended = shell("run", "standalone", *SMALL, "--quiet", "--out", "here")
+    assert ended == Ended(0, "here\n", "")
+    again = shell("run", "standalone", *SMALL, "--out", "here")
+    assert again.status == 2
+    assert is_one_sentence(again.error)
+    assert "'here' already holds a run; go on with `polyfed resume here`" in again.error
+    assert shell("resume", "here", "--quiet") == Ended(0, "here\n", "")
+    assert shell("resume", "here").output.startswith("This run is already finished.")
+    folder = shell("run", "here")
+    assert folder.status == 2
+    assert "`polyfed run here/config.yaml`" in folder.error
+
+
+def test_options_and_settings_reach_the_experiment(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("method: fedproto\nclients: 5\nlr: 0.5\nsplit: 8:1:1\n")
+    ended = shell(
+        "run", "file.yaml", *SMALL, "--batch-size", "32", "--preset", "released-code", "--epochs", "1",
+        "--set", "training.clip=none", "--set", "method.weight=0.5", "--set", "training.augment=false",
+        "--set", "split=6:2:2", "--set", "workers=1", "--eval-every", "2", "--out", "run", "--quiet",
+    )  # fmt: skip
+    assert ended.status == 0, ended.error
+    config = RunFolder.open(tmp_path / "run").config
+    assert (config.clients, config.eval_every, config.split, config.workers) == (2, 2, "6:2:2", 1)
+    assert config.method == {"name": "fedproto", "weight": 0.5, "distance": "euclidean", "mean": "plain"}
+    training = config.training
+    assert (training.epochs, training.batch_size, training.lr, training.momentum) == (1, 32, 0.01, 0.9)
+    assert (training.clip, training.augment) == (None, False)
+
+
+def test_a_run_s_config_runs_again_to_the_same_numbers(shell: Shell, tmp_path: Path) -> None:
+    assert shell("run", "lg-fedavg", *SMALL, "--out", "one", "-q").status == 0
+    assert shell("run", "one/config.yaml", "--out", "two", "-q").status == 0
+    one, two = (RunFolder.open(tmp_path / name) for name in ("one", "two"))
+    assert one.rounds().drop(columns="seconds").equals(two.rounds().drop(columns="seconds"))
+    assert one.config == two.config
+    assert yaml.safe_load((tmp_path / "one/config.yaml").read_text())["versions"].keys() >= {"torch", "polyfed"}
+
+
+def test_resume_needs_a_run(shell: Shell) -> None:
+    ended = shell("resume", "nowhere")
+    assert ended == Ended(2, "", "polyfed: 'nowhere' holds no run: it has no config.yaml.\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "keys"),
+    [
+        ("methods", {"name", "title", "paper", "shares", "requires", "options"}),
+        ("models", {"name", "kind", "description"}),
+        ("datasets", {"name", "title", "classes", "input_shape", "obtained"}),
+    ],
+)
+def test_lists_are_the_same_for_people_and_programs(shell: Shell, what: str, keys: set[str]) -> None:
+    ended = shell(what, "--json")
+    assert (ended.status, ended.error) == (0, "")
+    listed: list[dict[str, Any]] = json.loads(ended.output)
+    assert all(keys <= entry.keys() for entry in listed)
+    table = shell(what).output
+    assert all(entry["name"] in table for entry in listed)
+
+
+def test_methods_in_json_have_documented_options(shell: Shell) -> None:
+    listed = {entry["name"]: entry for entry in json.loads(shell("methods", "--json").output)}
+    assert {"standalone", "fedavg", "lg-fedavg", "fedproto"} <= listed.keys()
+    for entry in listed.values():
+        assert set(entry["requires"]) <= {"features", "head", "network"}
+        for option in entry["options"]:
+            assert option.keys() == {"name", "default", "range", "description"}
+            assert option["range"], f"{entry['name']}: {option['name']}"
+            assert option["description"], f"{entry['name']}: {option['name']}"
+    weight = next(option for option in listed["fedproto"]["options"] if option["name"] == "weight")
+    assert (weight["default"], weight["range"]) == (None, "a number at least 0, or none")
+
+
+def test_help_describes_every_option(shell: Shell) -> None:
+    ended = shell("run", "--help")
+    assert ended.status == 0
+    for option in (
+        "data", "partition", "classes-per-client", "alpha", "clients", "participation", "models", "rounds", "epochs",
+        "batch-size", "lr", "seed", "engine", "device", "eval-every", "out", "quiet", "set", "preset",
+    ):  # fmt: skip
+        assert f"--{option}" in ended.output
+    words = " ".join(ended.output.replace("│", " ").split())
+    assert "how samples are dealt out to clients; one of shares, pathological, dirichlet, iid (default: shares)" in words
+    assert "clients in the federation (default: 10)" in words
+
+
+def test_python_m_polyfed_is_polyfed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["polyfed", "resume", "nowhere"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("polyfed", run_name="__main__")
+    assert caught.value.code == 2
+    assert "'nowhere' holds no run" in capsys.readouterr().err
