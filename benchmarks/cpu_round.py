@@ -131,7 +131,7 @@ def polyfed_round(method: str, engine: str, folder: Path) -> tuple[Callable[[], 
         number += 1
         timer.seconds = 0.0
         begin = time.perf_counter()
-        federation._round(number)
+        federation.round(number)
         inside["round"] = time.perf_counter() - begin
         inside["data"] = timer.seconds / (min(CLIENTS, os.cpu_count() or 1) if engine == "threads" else 1)
 
@@ -187,7 +187,7 @@ def memory() -> dict[str, float]:
         runner = new_engine("threads", clients)
         federation = Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config))
         for number in (1, 2, 3):
-            federation._round(number)
+            federation.round(number)
     peak = resident("VmHWM") - before
     needed = clients.dataset.images.numel() + sum(size(runner.get_state(client)) for client in range(CLIENTS))
     return {"needed": needed, "peak": peak, "ratio": peak / needed}
@@ -214,7 +214,8 @@ def main() -> None:
         print(json.dumps({"rounds": rows, "memory": peak}, indent=2))
         return
     table = Table(
-        title=f"{CLIENTS} clients, five CNNs, {IMAGES} images each, batch {BATCH}\n{processor()}, torch {torch.__version__}"
+        title=f"{CLIENTS} clients, five CNNs, {IMAGES} images each, batch {BATCH}",
+        caption=f"{processor()}, torch {torch.__version__}",
     )
     for column in ("method", "engine", "s per round", "÷ plain loop", "training ÷ plain loop", "outside training"):
         table.add_column(column)

@@ -28,6 +28,8 @@ PYTHON = "python:"
 
 def assemble(config: Experiment, data: Dataset | None = None, models: Models | None = None) -> Population:
     """The clients of an experiment; `data` and `models` stand in for what its config only names."""
+    device = find_device(config.device)
+    set_precision(device, tf32=config.tf32)
     dataset = data or _named_data(config)
     architectures = _architectures(config, models)
     owned = assign(architectures, config.clients, how=config.assignment, seed=config.seed)
@@ -66,9 +68,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     method = chosen(chosen.Config(**config.options), task, config.training)
     for example in examples.values():
         method.client_modules(example)  # what does not fit a network should fail now
-    return Population(
-        dataset, shares, owned, method, config.seed, find_device(config.device), own_start=config.start == "client"
-    )
+    return Population(dataset, shares, owned, method, config.seed, device, own_start=config.start == "client")
 
 
 def find_device(name: str) -> torch.device:
@@ -83,6 +83,14 @@ def find_device(name: str) -> torch.device:
             f"device is '{name}', which this machine does not have; use cpu, or leave it on auto."
         ) from error
     return device
+
+
+def set_precision(device: torch.device, *, tf32: bool) -> None:
+    """How precisely a GPU multiplies 32-bit floats; and let it try which of its convolutions is the fastest."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = True
 
 
 def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[str, SplitNetwork]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,6 +123,28 @@ def models(as_json: AsJson = False) -> None:
 def datasets(as_json: AsJson = False) -> None:
     """The datasets, and where each comes from."""
     _print(as_json, tables.datasets(), tables.datasets_table())
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    only: Annotated[str, typer.Option(help="letters of the cases to measure, such as abc; default: all that fit")] = "",
+    engine: Annotated[str, typer.Option(help="the engine to measure")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """How fast this machine runs federations, against the plain loop measured in the same run."""
+    from polyfed import bench as benchmark  # only this command needs it
+
+    results = []
+    for result in benchmark.run_cases(device, only, engine):
+        results.append(result)
+        if not as_json:
+            out_console.print(tables.measurement_line(result), highlight=False)
+    machine = benchmark.device_name(device)
+    if as_json:
+        print(json.dumps({"machine": machine, "cases": [asdict(result) for result in results]}, indent=2))
+    else:
+        out_console.print(tables.measurements_table(machine, results))
 
 
 def main() -> None:

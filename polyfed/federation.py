@@ -77,7 +77,7 @@ class Federation:
         """Run all rounds that are left and return the summary."""
         self.watcher.on_start(self.config, self.server.round + 1)
         for number in range(self.server.round + 1, self.config.rounds + 1):
-            self._round(number)
+            self.round(number)
             if self.watcher.stop_requested and number < self.config.rounds:
                 self.checkpoint()
                 raise Interrupted(
@@ -119,7 +119,8 @@ class Federation:
         classes = self.population.knowledge(client, self.server.round).classes
         return self.method.download(self.server, client, classes if self.method.announces_classes else None)
 
-    def _round(self, number: int) -> None:
+    def round(self, number: int) -> None:
+        """One round, from the choice of participants to its records."""
         begin = time.perf_counter()
         self.server.round = number
         participants = self.participants(number)
@@ -185,7 +186,7 @@ class Federation:
         self.progress.stale.clear()
         self.progress.latest |= fresh
         latest = {client: self.progress.latest[client] for client in range(self.config.clients)}
-        for client, score in latest.items():
+        for client, score in fresh.items():  # a score that did not change is neither better nor worse
             best = self.progress.clients.setdefault(client, Best())
             best.add(number, score.accuracy(), score.validation_accuracy())
         return self._record_evaluation(number, latest)

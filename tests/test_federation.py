@@ -127,9 +127,7 @@ def test_scores_after_the_next_download_are_others_and_leave_no_trace(tmp_path: 
 
 def test_fedavg_on_one_client_is_standalone(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"clients": 1, "classes_per_client": 4, "models": (support.Normed,), "rounds": 3}
-    alone, averaged = (
-        support.federation(tmp_path / method, method, **settings) for method in ("standalone", "fedavg")
-    )
+    alone, averaged = (support.federation(tmp_path / method, method, **settings) for method in ("standalone", "fedavg"))
     alone.run()
     averaged.run()
     assert same(state(alone, 0), state(averaged, 0))
@@ -143,6 +141,22 @@ def test_a_loss_that_is_not_finite_names_client_round_and_phase(tmp_path: Path, 
     with pytest.raises(DivergedError, match=r"client \d .* round \d, phase 'model': lower the learning rate"):
         federation.run()
     federation.engine.close()
+
+
+def test_rounds_and_replies_build_no_networks(tmp_path: Path) -> None:
+    """A network is built for the first weights, its counts and the like, not once more per reply."""
+
+    def built(rounds: int) -> int:
+        calls = []
+
+        def factory(input_shape: tuple[int, ...], classes: int) -> support.Wide:
+            calls.append(1)
+            return support.Wide(input_shape, classes)
+
+        support.federation(tmp_path / str(rounds), "lg-fedavg", models=(factory,), rounds=rounds).run()
+        return len(calls)
+
+    assert built(4) == built(1) < 15
 
 
 def test_costs_are_the_messages_own(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ if place:
     write, left = atomic.write, iter(range(int(count) - 1, -1, -1))
     def dying(path, content):
         if path.parent.name == place and next(left) == 0:
-            path.with_name(path.name + ".new").write_bytes(content[: len(content) // 2] if path.suffix != ".json" else b"{")
+            data = content.encode() if isinstance(content, str) else content
+            path.with_name(path.name + ".new").write_bytes(data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, content)
     atomic.write = dying
@@ -104,7 +105,7 @@ def records(run: Path) -> dict[str, Any]:
 
 
 def test_a_run_killed_again_and_again_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in the midst of writing a checkpoint, at random moments, and in the midst of writing the models at the end.
+    """Killed in the midst of writing a checkpoint, at random moments, and in the midst of writing the models.
 
     Where exactly is drawn anew each time.
     """

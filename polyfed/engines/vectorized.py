@@ -10,9 +10,10 @@ change its statistics), with dropout (its masks come from one generator per clie
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,11 @@ class VectorizedEngine(LocalEngine):
         self._one_by_one: dict[str, str] = {}
         self._checked: set[str] = set()
         self._limit = LARGEST_COHORT
+        self._owners = Counter(architecture.name for architecture in population.architectures)
+        self._longest: dict[str, int] = {}
+        for data, architecture in zip(population.data, population.architectures, strict=True):
+            self._longest[architecture.name] = max(self._longest.get(architecture.name, 0), len(data.train))
+        self._pool = torch.cuda.graph_pool_handle() if population.device.type == "cuda" else None
         self._notes: list[str] = []
 
     def train(
@@ -198,25 +204,19 @@ class VectorizedEngine(LocalEngine):
         count = len(clients)
         if self.population.device.type != "cuda" or count <= 4:
             return count
-        if count == sum(self._architecture(clients[0]) == a.name for a in self.population.architectures):
+        if count == self._owners[self._architecture(clients[0])]:
             return count
         steps = (step for power in range(2, 20) for step in (1 << power, 3 << (power - 1)))
         return next(step for step in steps if step >= count)
 
     def _width(self, client: int) -> int:
         """Samples in a batch: no more than any client of the architecture has."""
-        name = self._architecture(client)
-        longest = max(
-            len(data.train)
-            for data, architecture in zip(self.population.data, self.population.architectures, strict=True)
-            if architecture.name == name
-        )
-        return min(self.population.training.batch_size, longest)
+        return min(self.population.training.batch_size, self._longest[self._architecture(client)])
 
     def _captured(self, client: int, network: ClientNetwork, state: State, phase: Phase) -> CapturedStep:
         key = (self._architecture(client), len(next(iter(state.values()))), phase.name)
         if key not in self._steps:
-            self._steps[key] = CapturedStep(stacked.PhaseStep(self.population, network, phase, state))
+            self._steps[key] = CapturedStep(stacked.PhaseStep(self.population, network, phase, state), self._pool)
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
@@ -290,6 +290,8 @@ class CapturedStep:
     """A cohort's step, on CUDA captured as a graph that is replayed for every batch."""
 
     step: stacked.PhaseStep
+    pool: Any
+    """Memory for what a step computes on the way; one for all graphs, because only one runs at a time."""
     _inputs: State | None = None
     _graph: torch.cuda.CUDAGraph | None = None
 
@@ -316,6 +318,6 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(side)
         self._inputs = {name: tensor.clone() for name, tensor in plan.at(0).items()}
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=self.pool):
             self.step(self._inputs)
         return 1

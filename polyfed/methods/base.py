@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -268,12 +269,17 @@ class Method:
         return Message()
 
     def schema(self) -> Schema:
-        """What an upload must look like to be fused."""
+        """What an upload must look like to be fused; the same in every round."""
         return Schema()
 
     def check(self, message: Message) -> None:
         """Raise `BadMessage` for an upload that must not be fused."""
-        self.schema().check(message)
+        self._kept_schema.check(message)
+
+    @cached_property
+    def _kept_schema(self) -> Schema:
+        # Every reply is checked against it, and it may take building a network.
+        return self.schema()
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         """Fuse the checked replies, in the order of client numbers, into the server's state."""

@@ -30,7 +30,8 @@ class QuietProgress(Watcher):
             if self.stop_requested:
                 raise KeyboardInterrupt
             self.stop_requested = True
-            self.console.print("Stopping after this round, with a checkpoint; press Ctrl-C again to stop at once.")
+            words = "Stopping after this round, with a checkpoint; press Ctrl-C again to stop at once."
+            self.console.print(words, soft_wrap=True)
 
         before = signal.signal(signal.SIGINT, interrupt)
         try:

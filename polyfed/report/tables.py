@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 from rich.table import Table
 
+from polyfed.bench import Measurement
 from polyfed.config import describe_range
 from polyfed.data import SOURCES
 from polyfed.methods import METHODS
@@ -122,6 +123,38 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     ]
     table = _table([summary["method"], "", ""], rows)
     table.columns[1].justify = "right"
+    return table
+
+
+def measurement_line(result: Measurement) -> str:
+    """One measured case in a line, as it comes."""
+    ratio = f", {result.ratio:.1f} times the plain loop" if result.ratio else ""
+    return f"{result.case}: {result.seconds:.4f} s per round{ratio}"
+
+
+def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
+    """All measured cases for people."""
+    rows = [
+        [
+            r.case,
+            r.engine,
+            f"{r.seconds:.4f}",
+            f"{r.steps_per_second:.0f}",
+            f"{1e6 / r.steps_per_second:.0f}",
+            f"{100 * r.outside:.1f} %",
+            f"{quantity(r.memory)}B",
+            f"{r.plain_seconds:.3f}" if r.plain_seconds else "",
+            f"{r.ratio:.1f}" if r.ratio else "",
+        ]
+        for r in results
+    ]
+    columns = ["s/round", "steps/s", "µs/step", "outside", "memory", "plain s", "faster"]
+    table = _table(["case", "engine", *columns], rows)
+    table.caption = (
+        f"{machine}. A step is one batch of one client; outside: the share of a round that is not training; plain: the "
+        "eager loop doing the same steps; faster: how many times."
+    )
+    table.caption_justify = "left"
     return table
 
 

@@ -204,7 +204,7 @@ def test_global_rows_are_no_clients_own(tmp_path) -> None:
 def test_server_goes_on_after_a_checkpoint(tmp_path) -> None:
     run = support.federation(tmp_path / "first", "fedssa", participation=0.5, rounds=4)
     for number in (1, 2):
-        run._round(number)
+        run.round(number)
     run.checkpoint()
     saved = run.folder.checkpoints.restore()
     assert saved is not None

@@ -63,7 +63,9 @@ def test_only_changed_clients_are_written(tmp_path: Path) -> None:
     assert [float(saved.clients[client]["w"][0]) for client in range(3)] == [1.0, 12.0, 21.0]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "server.2.safetensors", "progress.2.json", "client-0001.2.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "server.2.safetensors", "progress.2.json", "client-0001.2.safetensors"]
+)
 @pytest.mark.parametrize("harm", ["truncate", "empty", "remove", "flip"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, name: str, harm: str) -> None:
     checkpoints = Checkpoints(tmp_path)

@@ -1,0 +1,199 @@
+"""How fast a machine runs polyfed, against the plain eager loop measured in the same run."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from polyfed.assemble import assemble, find_device
+from polyfed.config import Experiment, experiment
+from polyfed.data import ClientData, Dataset
+from polyfed.engines import Engine, Population, new_engine
+from polyfed.federation import Federation
+from polyfed.records import RunFolder
+
+CLASSES, IMAGES = 10, 640
+
+
+@dataclass(frozen=True)
+class Case:
+    """One federation to measure; every client has 640 CIFAR-sized images, batch 64, one epoch."""
+
+    name: str
+    method: str = "standalone"
+    models: str = "papers"
+    clients: int = 100
+    participants: int | None = None
+    """None: all."""
+    plain: bool = True
+    """Measure the plain loop beside it."""
+    cuda_only: bool = False
+
+
+CASES = (
+    Case("a: 20 × CNN-1", models="cnn1", clients=20),
+    Case("b: five CNNs, 100 clients", clients=100, cuda_only=True),
+    Case("c: five CNNs, 10 of 100 clients", clients=100, participants=10),
+    Case("d: FedTGP, 100 clients", method="fedtgp", cuda_only=True),
+    Case("d: pFedES, 100 clients", method="pfedes", cuda_only=True),
+    Case("d: DC-PFL, 100 clients", method="dc-pfl", cuda_only=True),
+    Case("e: 20 × ResNet-18", models="resnet18", clients=20, cuda_only=True),
+    *(Case(f"f: 10 of {n} clients", clients=n, participants=10, plain=False) for n in (10, 100, 1000, 10_000)),
+)
+
+
+@dataclass
+class Measurement:
+    """What was measured for one case on one engine."""
+
+    case: str
+    method: str
+    engine: str
+    seconds: float
+    """Of a round, without evaluation; the best of several."""
+    steps_per_second: float
+    outside: float
+    """Share of the round that is not training: messages, server, records."""
+    memory: int
+    """Peak bytes: of the GPU, or of the whole process."""
+    plain_seconds: float | None = None
+    ratio: float | None = None
+    """How many times faster than the plain loop."""
+    times: list[float] = field(default_factory=list)
+
+
+def noise(clients: int) -> Dataset:
+    """CIFAR-sized random images for at most a hundred clients; more clients share them to keep memory in bounds."""
+    generator = torch.Generator().manual_seed(0)
+    count = min(clients, 100) * IMAGES
+    images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return Dataset("noise", images, torch.arange(count) % CLASSES, CLASSES, (0.5,) * 3, (0.25,) * 3)
+
+
+def setting(case: Case, engine: str, device: str) -> tuple[Experiment, Population]:
+    """The experiment of a case and its clients."""
+    config = experiment(
+        method=case.method, data="python:noise", models=case.models, clients=case.clients, partition="iid",
+        participation=(case.participants or case.clients) / case.clients, split="1:0:0", rounds=10_000, batch_size=64,
+        lr=0.01, engine=engine, device=device, eval_every=10_000, checkpoint_every=10_000,
+    )  # fmt: skip
+    clients = assemble(config, noise(case.clients))
+    blocks = torch.arange(len(clients.dataset)).split(IMAGES)
+    none = torch.empty(0, dtype=torch.int64)
+    data = [ClientData(blocks[client % len(blocks)], none, none) for client in range(case.clients)]
+    return config, replace(clients, data=data)
+
+
+def plain_round(clients: Population, participants: int) -> Callable[[], None]:
+    """Standalone training as a person would write it: one client after another."""
+    people = clients.on_device()
+    networks = [people.new_network(client).model for client in range(participants)]
+    data = people.dataset
+    scale, shift = 1 / (255 * 0.25), -0.5 / 0.25
+
+    def one_round() -> None:
+        for client, network in enumerate(networks):
+            samples = people.data[client].train.to(people.device)
+            optimiser = torch.optim.SGD(network.parameters(), people.training.lr)
+            network.train()
+            order = torch.randperm(len(samples), device=people.device)
+            for chunk in samples[order].split(people.training.batch_size):
+                x, y = data.images[chunk].float() * scale + shift, data.labels[chunk]
+                loss = nn.functional.cross_entropy(network(x), y)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+
+    return one_round
+
+
+@contextmanager
+def federation(case: Case, engine: str, device: str) -> Iterator[tuple[Federation, Engine]]:
+    """A federation that records into a temporary folder."""
+    config, clients = setting(case, engine, device)
+    runner = new_engine(engine, clients)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config)), runner
+        finally:
+            runner.close()
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the work is really done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up: int = 2) -> Measurement:
+    """Time rounds of a case, and of the plain loop right after, on an otherwise idle device."""
+    device = find_device(device_name)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with federation(case, engine, device_name) as (run, runner):
+        times = [timed(partial(run.round, number), device) for number in range(1, warm_up + repeats + 1)][warm_up:]
+        rounds = [event for event in run.folder.events() if event["event"] == "round"][warm_up:]
+        training = [event["training_seconds"] for event in rounds]
+        participants = run.config.participants
+        steps = sum(-(-len(run.population.data[c].train) // 64) for c in range(participants))
+    best = min(range(repeats), key=times.__getitem__)
+    result = Measurement(
+        case.name, case.method, runner.name, times[best], steps / times[best], 1 - training[best] / times[best],
+        peak_memory(device), times=times,
+    )  # fmt: skip
+    if case.plain:
+        result.plain_seconds = plain_seconds(case, device_name)
+        result.ratio = result.plain_seconds / result.seconds
+    return result
+
+
+def plain_seconds(case: Case, device_name: str) -> float:
+    """The plain loop's seconds for the same steps: hand-written for Standalone, the sequential engine for others."""
+    device = find_device(device_name)
+    if case.method == "standalone":
+        config, clients = setting(case, "sequential", device_name)
+        one_round = plain_round(clients, config.participants)
+        return min(timed(one_round, device) for _ in range(2))
+    with federation(case, "sequential", device_name) as (run, _):
+        return min(timed(partial(run.round, number), device) for number in (1, 2))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes on the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run_cases(device: str, only: str = "", engine: str = "auto") -> Iterator[Measurement]:
+    """Measure every case that fits the device, one after another; `only` picks cases by the start of their names."""
+    on_gpu = find_device(device).type == "cuda"
+    for case in CASES:
+        if case.name.startswith(tuple(only)) if only else on_gpu or not case.cuda_only:
+            yield measure(case, engine, device)
+
+
+def device_name(device: str) -> str:
+    """What the benchmark ran on."""
+    found = find_device(device)
+    if found.type == "cuda":
+        return torch.cuda.get_device_name(found)
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{torch.get_num_threads()} cores of {names[0] if names else 'a CPU'}"
