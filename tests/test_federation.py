@@ -105,11 +105,12 @@ def test_rounds_between_evaluations_are_recorded_as_events_only(tmp_path: Path) 
 
 
 def test_unchanged_clients_are_not_evaluated_again(tmp_path: Path) -> None:
-    federation = support.federation(tmp_path, "standalone", engine=Watched, rounds=4, participation=0.25, eval_every=2)
+    settings = {"clients": 8, "participation": 0.25, "eval_every": 2, "rounds": 4}
+    federation = support.federation(tmp_path, "standalone", engine=Watched, **settings)
     federation.run()
     engine = federation.engine
     assert isinstance(engine, Watched)
-    assert engine.asked == [[0, 1, 2, 3], sorted({*federation.participants(3), *federation.participants(4)})]
+    assert engine.asked == [list(range(8)), sorted({*federation.participants(3), *federation.participants(4)})]
 
 
 def test_scores_after_the_next_download_are_others_and_leave_no_trace(tmp_path: Path) -> None:

@@ -173,6 +173,15 @@ def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_file_is_moved_into_place_not_overwritten(tmp_path: Path) -> None:
+    """Whoever has the old file open reads the whole of it."""
+    atomic.write(tmp_path / "file", "old")
+    with (tmp_path / "file").open() as reader:
+        atomic.write(tmp_path / "file", b"new")
+        assert reader.read() == "old"
+    assert (tmp_path / "file").read_text() == "new"
+
+
 def test_a_run_goes_on_when_a_checkpoint_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full during the checkpoint of round 2 of 4; that of round 3 holds all clients that changed since."""
     usual = support.federation(tmp_path / "usual", "fedproto", rounds=4)
