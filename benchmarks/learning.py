@@ -41,7 +41,7 @@ from rich.table import Table
 
 from polyfed import METHODS, __version__
 from polyfed.assemble import find_device
-from polyfed.cli import _settings as parse_settings  # so that --set means here what it means there
+from polyfed.cli import parse_settings  # so that --set means here what it means there
 from polyfed.config import experiment, merged
 from polyfed.data import load_dataset
 from polyfed.errors import InputError, PolyfedError

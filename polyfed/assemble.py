@@ -64,6 +64,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         alpha=config.alpha,
         split=config.split,
         seed=config.seed,
+        minimum=config.min_samples,
     )
     method = chosen(chosen.Config(**config.options), task, config.training)
     for example in examples.values():

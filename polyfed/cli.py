@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 from rich.console import Console
 
-from polyfed import api
+from polyfed import __version__, api
 from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
@@ -43,6 +43,21 @@ def _option(name: str, model: type[BaseModel] = Experiment) -> Any:
     choices = f"; {values}" if values.startswith("one of") else ""
     default = "" if info.default is None else f" (default: {info.default})"
     return typer.Option(help=f"{info.description}{choices}{default}", show_default=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out_console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and stop", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Model-heterogeneous personalised federated learning."""
 
 
 @app.command()
@@ -81,7 +96,7 @@ def run(
         "device": device, "eval_every": eval_every, "checkpoint_every": checkpoint_every,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
-    changes = merged(changes, _settings(settings or []))
+    changes = merged(changes, parse_settings(settings or []))
     if method.endswith((".yaml", ".yml")):
         config = read_experiment(Path(method), **changes)
     elif (Path(method) / "config.yaml").is_file():
@@ -169,7 +184,7 @@ def _show(quiet: bool, folder: Path, work: Callable[[Watcher], api.Result]) -> N
     out_console.print(str(folder), highlight=False, soft_wrap=True)
 
 
-def _settings(pairs: list[str]) -> dict[str, Any]:
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """`method.weight=0.5` and the like as nested settings."""
     changes: dict[str, Any] = {}
     for pair in pairs:

@@ -44,6 +44,9 @@ class Experiment(BaseModel):
     )
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
     alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")
+    min_samples: int | None = Field(
+        None, ge=1, description="least samples of a client; none: 40 or half its fair share with dirichlet, 1 otherwise"
+    )
     split: str = Field("8:1:1", description="train:validation:test within each client, or a paper's name")
     clients: int = Field(10, ge=1, description="clients in the federation")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
@@ -147,8 +150,9 @@ def experiment(**values: Any) -> Experiment:
         raise one_sentence(error, Experiment, "{}") from error
 
 
-def read_experiment(path: Path, **changes: Any) -> Experiment:
+def read_experiment(path: str | Path, **changes: Any) -> Experiment:
     """The experiment in a YAML file, with some values replaced."""
+    path = Path(path)
     try:
         content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -127,9 +127,16 @@ class Federation:
         downloads = {client: self.download(client) for client in participants}
         replies = self.engine.train(number, downloads, lambda client: self.watcher.on_client(number, client))
         trained = time.perf_counter()
-        sound = self._check(number, replies)
-        self.method.aggregate(self.server, sound)
         self.progress.stale |= set(participants)
+        sound = self._sound(number, replies)
+        if len(sound) < self.config.min_replies:
+            self.checkpoint()
+            raise RunError(
+                f"round {number} has {len(sound)} sound replies and needs {self.config.min_replies} (min_replies); the "
+                f"reasons are in {self.folder.path / 'events.jsonl'}, and `polyfed resume {self.folder.path}` goes on "
+                "with the next round."
+            )
+        self.method.aggregate(self.server, sound)
         notes = [f"client {reply.client}: {note}" for reply in replies for note in reply.notes]
         for note in notes + self.server.notes:
             self.note(note)
@@ -157,7 +164,7 @@ class Federation:
         self.folder.add_event("round", **row, training_seconds=round(trained - begin, 4))
         self.watcher.on_round(number, row if "accuracy_mean" in row else None)
 
-    def _check(self, number: int, replies: list[Reply]) -> list[Reply]:
+    def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; every other is noted with its reason."""
         sound = []
         for reply in replies:
@@ -168,11 +175,6 @@ class Federation:
                 sound.append(reply)
             except BadMessage as error:
                 self.note(f"round {number} goes on without client {reply.client}: {error}", client=reply.client)
-        if len(sound) < self.config.min_replies:
-            raise RunError(
-                f"round {number} has {len(sound)} sound replies and needs {self.config.min_replies} (min_replies); the "
-                f"reasons are in {self.folder.path / 'events.jsonl'}, and the last checkpoint can be resumed."
-            )
         return sound
 
     def _evaluate(self, number: int) -> dict[str, float]:

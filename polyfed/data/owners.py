@@ -139,7 +139,7 @@ def dirichlet_owners(
     else:
         raise InputError(
             f"no Dirichlet draw with alpha {alpha} gave each of {clients} clients at least {least} samples in "
-            f"{attempts} attempts: raise alpha, lower minimum (now {least}) or take fewer clients."
+            f"{attempts} attempts: raise alpha, lower min_samples (now {least}) or take fewer clients."
         )
     owners = np.empty(len(labels), dtype=np.int64)
     for label in range(classes):

@@ -161,7 +161,7 @@ def _check(dataset: Dataset, kind: str, clients: int, alpha: float, minimum: int
         raise InputError(f"alpha is {alpha}: the partition dirichlet needs a number above 0, such as 0.1.")
     if minimum is not None and not 1 <= minimum <= len(dataset) // clients:
         raise InputError(
-            f"minimum is {minimum} samples per client: {clients} clients and {len(dataset)} samples allow 1 to "
+            f"min_samples is {minimum}: {clients} clients and {len(dataset)} samples allow 1 to "
             f"{len(dataset) // clients}."
         )
     if compat and kind != "shares":
@@ -192,7 +192,7 @@ def _check_sizes(owners: Integers, clients: int, least: int) -> None:
     if sizes[smallest] < least:
         raise InputError(
             f"client {smallest} of {clients} would own {sizes[smallest]} sample(s), fewer than {least}: take fewer "
-            f"clients, another seed or a smaller minimum."
+            f"clients, another seed or a smaller min_samples."
         )
 
 

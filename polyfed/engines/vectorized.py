@@ -24,7 +24,7 @@ from polyfed.engines.base import LocalEngine
 from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench
 from polyfed.message import Message, State
-from polyfed.methods.base import Phase, Reply, Trained
+from polyfed.methods.base import Method, Phase, Reply, Trained
 from polyfed.methods.network import ClientNetwork
 from polyfed.methods.statistics import ClassStatistics, means_from_sums
 from polyfed.models import SeededDropout
@@ -116,7 +116,9 @@ class VectorizedEngine(LocalEngine):
         own = {name: tensor[: len(clients)] for name, tensor in state.items()}
         with torch.no_grad():
             statistics = stacked.collect(people, clients, network, own)
-            remarks = stacked.remarks(people, clients, network, own)
+            remarks: list[tuple[str, ...]] = [()] * len(clients)
+            if type(method).inspect is not Method.inspect:
+                remarks = stacked.remarks(people, clients, network, own)
         replies = []
         columns = {name: tensor.unbind() for name, tensor in own.items()}
         for index, client in enumerate(clients):

@@ -113,7 +113,7 @@ class Phase:
     views: Literal[1, 2] = 1
     """2: the images are augmented in any case, and the batch carries a second augmentation of them in `batch.view`."""
     draw: Callable[[torch.Generator, int], State] | None = None
-    """Extra random tensors for a batch of that many samples, handed to the loss as `batch.drawn`."""
+    """Extra random tensors for that many samples, one row each, handed to the loss batch by batch as `batch.drawn`."""
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Parameters that are clamped to a range after every step."""
     part: tuple[float, float] = (0.0, 1.0)

@@ -61,12 +61,14 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"can't write to '{path}': {error.strerror}; choose another folder (--out).") from error
         folder = cls(path)
+        folder.checkpoints.remove()  # of a run whose config is gone
         folder.keep_until(0)
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
+    def open(cls, path: str | Path) -> RunFolder:
         """An existing run's folder."""
+        path = Path(path)
         if not (path / "config.yaml").is_file():
             raise InputError(f"'{path}' holds no run: it has no config.yaml.")
         return cls(path)

@@ -109,7 +109,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         [
             "accuracy at the round best on validation",
             percent(summary["accuracy_at_best_validation"]),
-            f"round {summary['best_validation_round']}",
+            f"round {summary['best_validation_round']}"
+            if summary["best_validation_round"]
+            else "no validation samples",
         ],
         ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
         ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
