@@ -183,14 +183,27 @@ def memory() -> dict[str, float]:
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     config, clients = setting("fedproto", "threads")
+    runner = new_engine("threads", clients)
     with tempfile.TemporaryDirectory() as folder:
-        runner = new_engine("threads", clients)
         federation = Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config))
         for number in (1, 2, 3):
             federation.round(number)
     peak = resident("VmHWM") - before
     needed = clients.dataset.images.numel() + sum(size(runner.get_state(client)) for client in range(CLIENTS))
     return {"needed": needed, "peak": peak, "ratio": peak / needed}
+
+
+def plain_memory() -> dict[str, float]:
+    """The same for the plain loop."""
+    tiny = nn.Sequential(nn.Conv2d(3, 2, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 2))
+    tiny(torch.zeros(2, 3, 32, 32)).sum().backward()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    _, clients = setting("fedproto", "sequential")
+    one_round = plain_round(clients, "fedproto")
+    for _ in range(3):
+        one_round()
+    return {"peak": resident("VmHWM") - before}
 
 
 def resident(name: str) -> int:
@@ -203,15 +216,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--memory", action="store_true", help="measure memory only, in this process")
+    parser.add_argument("--memory", choices=["polyfed", "plain"], help="measure memory only, in this process")
     options = parser.parse_args()
     if options.memory:
-        print(json.dumps(memory()))
+        print(json.dumps(memory() if options.memory == "polyfed" else plain_memory()))
         return
     rows = [row for method in ("standalone", "fedproto") for row in measure(method, options.repeats)]
-    peak = json.loads(subprocess.run([sys.executable, __file__, "--memory"], capture_output=True, check=True).stdout)
+    peak, plain = (in_own_process("--memory", kind) for kind in ("polyfed", "plain"))
     if options.json:
-        print(json.dumps({"rounds": rows, "memory": peak}, indent=2))
+        print(json.dumps({"rounds": rows, "memory": peak, "plain_memory": plain}, indent=2))
         return
     table = Table(
         title=f"{CLIENTS} clients, five CNNs, {IMAGES} images each, batch {BATCH}",
@@ -226,8 +239,15 @@ def main() -> None:
     Console(width=120).print(table)
     print(
         f"peak memory {peak['peak'] / 1e6:.0f} MB, data plus models {peak['needed'] / 1e6:.0f} MB: "
-        f"ratio {peak['ratio']:.2f}"
+        f"{peak['ratio']:.2f} times; the plain loop: {plain['peak'] / 1e6:.0f} MB"
     )
+
+
+def in_own_process(*arguments: str) -> dict[str, float]:
+    """What this script prints with these arguments."""
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
 def processor() -> str:

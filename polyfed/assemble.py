@@ -142,7 +142,7 @@ def _architectures(config: Experiment, models: Models | None) -> list[Architectu
             f"the networks '{config.models.removeprefix(PYTHON)}' came from Python; hand them over again: "
             "polyfed.resume(run, models=…)."
         )
-    return resolve(config.models if models is None else models)
+    return resolve(config.models if models is None else models, config.head)
 
 
 def _auxiliary(config: Experiment, architectures: Sequence[Architecture], dataset: Dataset) -> Architecture:

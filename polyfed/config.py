@@ -51,6 +51,9 @@ class Experiment(BaseModel):
     clients: int = Field(10, ge=1, description="clients in the federation")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
     models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")
+    head: str | None = Field(
+        None, description="the layer that is the head in networks of your own; none: the last linear one"
+    )
     assignment: Literal["cycle", "random"] = Field("cycle", description="how networks are dealt out to clients")
     features: int | None = Field(None, ge=1, description="features every extractor gives; none: its own number")
     match_features: Literal["pool", "project"] = Field(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import polyfed
 from polyfed.records import RunFolder
@@ -170,3 +171,24 @@ def test_the_scan_finds_what_it_looks_for() -> None:
     text = "import pickle\nfrom marshal import x\neval('1')\ntorch.load(f)\nnp.load(f, allow_pickle=True)\n"
     assert len(list(dangers(ast.parse(text)))) == 5
     assert not list(dangers(ast.parse("np.load(f, allow_pickle=False)\nmodel.eval()\nre.compile('a')\n")))
+
+
+class TwoEnds(nn.Module):
+    """Its last linear layer is not where its owner wants it split."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.ReLU())
+        self.tail = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.tail(self.body(x))
+        return logits
+
+
+@pytest.mark.parametrize(("head", "features"), [(None, 7), ("tail", 5)])
+def test_the_user_may_name_the_head(head: str | None, features: int) -> None:
+    result = polyfed.run(
+        "standalone", data=support.tiny_dataset(), models=[TwoEnds], clients=2, rounds=1, head=head, device="cpu"
+    )
+    assert result.model(0).feature_size == features

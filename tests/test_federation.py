@@ -93,6 +93,8 @@ def test_too_few_sound_replies_stop_the_run(tmp_path: Path) -> None:
         federation.run()
     assert same(federation.server.state, before)  # nothing was fused
     assert not federation.folder.finished
+    saved = federation.folder.checkpoints.restore()  # to go on with the next round
+    assert saved is not None and saved.round == 1 and set(saved.clients) == {0, 1, 2, 3}
 
 
 def test_rounds_between_evaluations_are_recorded_as_events_only(tmp_path: Path) -> None:

@@ -69,11 +69,12 @@ class Dataset:
         if images.dtype != torch.uint8:
             return images
         scale, shift = self._scaling(images.device)
-        # On a CPU, convolution and pooling are a fifth faster with channels last, and here the change costs nothing.
-        channels_last = images.device.type == "cpu" and images.ndim == 4
-        layout = torch.channels_last if channels_last else torch.preserve_format
         # In place on the fresh float copy: measured four times faster than the three-step formula.
-        return images.to(torch.float32, memory_format=layout).mul_(scale).add_(shift)
+        result = images.to(torch.float32).mul_(scale).add_(shift)
+        if images.device.type != "cpu" or images.ndim != 4:
+            return result
+        # Convolution and pooling on a CPU are a fifth faster with channels last; changing the layout last is cheapest.
+        return result.contiguous(memory_format=torch.channels_last)
 
     def _scaling(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Normalisation as one multiplication and one addition, kept per device."""

@@ -28,12 +28,14 @@ class FromFactory:
     """
 
     factory: Callable[..., object]
+    head: str | None = None
+    """The layer that is the head; none: the last linear one."""
 
     def __call__(
         self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
     ) -> SplitNetwork:
         network = call_factory(self.factory, name, input_shape, classes, features)
-        return split_network(network, input_shape, classes, features=features, match=match, name=name)
+        return split_network(network, input_shape, classes, head=self.head, features=features, match=match, name=name)
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class FromInstance:
     """Copies a network that exists already, weights and all."""
 
     network: nn.Module
+    head: str | None = None
 
     def __call__(
         self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
     ) -> SplitNetwork:
-        return split_network(self.network, input_shape, classes, features=features, match=match, name=name)
+        return split_network(
+            self.network, input_shape, classes, head=self.head, features=features, match=match, name=name
+        )
 
 
 def call_factory(

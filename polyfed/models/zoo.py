@@ -70,17 +70,25 @@ class Architecture:
 Models: TypeAlias = "str | nn.Module | Architecture | Callable[..., nn.Module] | Sequence[Models]"
 
 
-def resolve(models: Models) -> list[Architecture]:
+def resolve(models: Models, head: str | None = None) -> list[Architecture]:
     """The architectures that a description names, in order.
 
     A description is a name ("resnet18", "resnet34+mlp256"), a group ("papers"), several with commas between them, the
     address of the user's own ("package.module:factory"), a network class, a function that returns a network, a
-    network (copied for every build), or a list of all these.
+    network (copied for every build), or a list of all these. `head` names the layer at which networks of the user's own
+    are split, instead of their last linear layer.
     """
-    found = _distinct(_resolve(models))
+    found = [_with_head(architecture, head) for architecture in _distinct(_resolve(models))]
     if not found:
         raise InputError("there are no networks to choose from: name at least one, for example 'cnn1'.")
     return found
+
+
+def _with_head(architecture: Architecture, head: str | None) -> Architecture:
+    """The architecture with its head named, if it is the user's own; polyfed's know their heads."""
+    if head is None or not isinstance(architecture.maker, FromFactory | FromInstance):
+        return architecture
+    return replace(architecture, maker=replace(architecture.maker, head=head))
 
 
 def assign(

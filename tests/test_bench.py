@@ -1,0 +1,36 @@
+"""The benchmark measures what it says; how fast anything is, is no test."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyfed import bench
+
+
+@pytest.mark.parametrize("method", ["standalone", "fedproto"])
+def test_a_case_is_measured_against_the_plain_loop(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "IMAGES", 70)  # two steps per client
+    case = bench.Case("tiny", method=method, models="cnn5", clients=3, participants=2)
+    result = bench.measure(case, "auto", "cpu", repeats=2, warm_up=1)
+    assert (result.engine, len(result.times), result.seconds) == ("threads", 2, min(result.times))
+    assert result.steps_per_second == pytest.approx(2 * 2 / result.seconds)
+    assert result.plain_seconds is not None
+    assert result.ratio == pytest.approx(result.plain_seconds / result.seconds)
+    assert 0 <= result.outside < 1
+
+
+def test_more_than_a_hundred_clients_share_images() -> None:
+    _, clients = bench.setting(bench.Case("many", models="cnn5", clients=150, participants=10), "threads", "cpu")
+    assert len(clients.dataset) == 100 * bench.IMAGES
+    assert clients.data[120].train.tolist() == clients.data[20].train.tolist()
+    assert {len(data.train) for data in clients.data} == {bench.IMAGES}
+
+
+def test_cases_are_chosen_by_letter_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(bench, "measure", lambda case, *rest: asked.append(case.name))
+    list(bench.run_cases("cpu"))
+    assert {name[0] for name in asked} == {"a", "c", "f"}  # the others want a GPU
+    asked.clear()
+    list(bench.run_cases("cpu", only="be"))
+    assert [name[0] for name in asked] == ["b", "e"]
