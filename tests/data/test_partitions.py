@@ -174,7 +174,7 @@ def test_dirichlet_gives_up_with_a_remedy() -> None:
     with pytest.raises(InputError) as caught:
         partition(even(200, 2), "dirichlet", 20, alpha=0.01, minimum=9)
     message = str(caught.value)
-    assert all(words in message for words in ("alpha 0.01", "20 clients", "minimum (now 9)", "raise alpha"))
+    assert all(words in message for words in ("alpha 0.01", "20 clients", "min_samples (now 9)", "raise alpha"))
 
 
 def test_default_minimum_is_pfllibs() -> None:
