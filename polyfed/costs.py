@@ -61,7 +61,12 @@ def measure(network: ClientNetwork, method: Method) -> ClientFlops:
             return method.collect.of(network.eval(), x) if method.collect else None
 
     phases = {phase.name: _count(partial(step, phase)) for phase in method.phases()}
-    return ClientFlops(phases, _count(gather))
+    collected = _count(gather)
+    if method.collect and method.collect.covariance:
+        vectors = gather()
+        assert vectors is not None
+        collected += 2 * vectors.shape[1] ** 2  # a sample's product with itself
+    return ClientFlops(phases, collected)
 
 
 def _count(work: Callable[[], object]) -> float:

@@ -35,6 +35,12 @@ def test_the_pass_for_prototypes_is_one_forward_through_the_extractor() -> None:
     assert measure(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3
 
 
+def test_the_pass_for_covariances_adds_a_product_per_sample() -> None:
+    """K = 500: two operations for each of 500 · 500 entries."""
+    clients = cifar_clients("dc-pfl")
+    assert measure(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3 + 2 * 500 * 500
+
+
 def test_a_round_multiplies_by_samples_and_epochs() -> None:
     """10 samples: two epochs of all at 3 operations, one of the last half at 5, one collecting pass at 7."""
     phases = [

@@ -161,7 +161,9 @@ class PhaseStep:
         """SGD as torch.optim has it, for clients that have a batch in this step."""
         clip, decay = self._training.clip, self._training.weight_decay
         for group in self._groups:
-            norm = torch.stack([gradients[name].flatten(1).square().sum(1) for name in group]).sum(0).sqrt()
+            norm = (
+                torch.stack([gradients[name].reshape(len(active), -1).square().sum(1) for name in group]).sum(0).sqrt()
+            )
             assert clip is not None
             factor = (clip / (norm + 1e-6)).clamp(max=1.0)
             for name in group:
@@ -260,8 +262,9 @@ def remarks(
     population: Population, clients: Sequence[int], network: ClientNetwork, state: State
 ) -> list[tuple[str, ...]]:
     """What the method has to say about each client, from one batch of its samples."""
-    size = min(64, *(len(population.data[client].train) for client in clients))
-    rows = torch.stack([population.data[client].train[:size] for client in clients]).to(population.device)
+    # A client with fewer samples shows them several times, so that all have as many.
+    own = [population.data[client].train for client in clients]
+    rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
     x, y = population.dataset.batch(rows.flatten(), population.device)
     applied = Applied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
     found = vmap(lambda own, a, b: applied.on(own)(a, b))(state, x.unflatten(0, rows.shape), y.view_as(rows))

@@ -262,7 +262,7 @@ class VectorizedEngine(LocalEngine):
                     stacked.PhaseStep(self.population, self._network(client), phase, state)(plan.at(0))
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError) as error:
             return " ".join(str(error).split())[:200]
         return None
 

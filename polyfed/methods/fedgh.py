@@ -8,10 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polyfed.errors import DivergedError
 from polyfed.message import Message, Schema
 from polyfed.methods.base import Collect, Method, Reply, Server, Trained
-from polyfed.methods.server_training import train_on_vectors
+from polyfed.methods.server_training import check_finite, train_on_vectors
 from polyfed.methods.tools import class_vectors_schema, module_state
 
 
@@ -61,8 +60,4 @@ class FedGH(Method):
             lr=self.config.server_lr,
             generator=server.generator("header"),
         )
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in header.parameters()):
-            raise DivergedError(
-                f"the server's header is no longer finite in round {server.round}: lower its learning rate "
-                f"(--set method.server_lr={self.config.server_lr / 10:g})."
-            )
+        check_finite(header, "header", server.round, self.config.server_lr)

@@ -98,7 +98,9 @@ def draw(
     The heavy work is done where the triangles are.
     """
     device = sent.triangles.device
-    parts = factors(sent.triangles, sent.means.shape[1], int(sent.counts.max()) - 1)
+    # A GPU may round the factors of a 32-bit product to 10 bits, and small pivots would make that large.
+    triangles = sent.triangles.double() if sent.triangles.is_cuda else sent.triangles
+    parts = factors(triangles, sent.means.shape[1], int(sent.counts.max()) - 1)
     means, rows = pool(sent, parts, len(amounts), paper_weights=paper_weights)
     by_class = rows[sent.labels.argsort(stable=True).to(device)]
     holders = torch.bincount(sent.labels, minlength=len(amounts)).tolist()

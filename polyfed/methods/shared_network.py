@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -40,11 +39,6 @@ class SharedNetwork(Method):
         return Message(part_of(server.state, "shared"))
 
     def schema(self) -> Schema:
-        return self._schema
-
-    @cached_property
-    def _schema(self) -> Schema:
-        # Kept, because every reply is checked against it and the network may be costly to build.
         return Schema(same_shapes(module_state("shared", self.shared_network())), SAMPLES if self.weighted else {})
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:

@@ -42,10 +42,12 @@ def means_from_sums(sums: Tensor, counts: Tensor) -> ClassStatistics:
 def class_covariances(vectors: Tensor, labels: Tensor, classes: int) -> ClassStatistics:
     """Means and unbiased covariances of the vectors of each class."""
     statistics = class_means(vectors, labels, classes)
+    if vectors.is_cuda:  # which may round the factors of a 32-bit product to 10 bits
+        vectors = vectors.double()
     seen, size = len(statistics.labels), vectors.shape[1]
     grouped = vectors[labels.argsort(stable=True)] - statistics.means.repeat_interleave(statistics.counts, 0)
     covariances = torch.empty(seen, size, size, dtype=vectors.dtype, device=vectors.device)
     for row, away in enumerate(grouped.split(statistics.counts.tolist())):
         covariances[row] = away.T @ away
     covariances /= (statistics.counts - 1).clamp(min=1)[:, None, None]
-    return ClassStatistics(statistics.labels, statistics.counts, statistics.means, covariances)
+    return ClassStatistics(statistics.labels, statistics.counts, statistics.means, covariances.float())

@@ -92,7 +92,8 @@ class ClassVectors(nn.Module):
 
     def closeness(self, vectors: Tensor) -> Tensor:
         """Scores [batch, classes] for prediction: minus the Euclidean distance, minus infinity where unknown."""
-        distances = torch.cdist(vectors, self.vectors)
+        # Not by the expanded square, whose terms cancel: a GPU may round them to 10 bits before.
+        distances = torch.cdist(vectors, self.vectors, compute_mode="donot_use_mm_for_euclid_dist")
         return torch.where(self.known, -distances, -torch.inf)
 
 

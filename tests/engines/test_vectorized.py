@@ -57,6 +57,10 @@ def test_uneven_cases_agree_with_the_plain_loop(tmp_path: Path, settings: dict[s
     assert_agree(tmp_path, "fedproto", **settings)
 
 
+def test_a_scalar_parameter_is_clipped_like_any_other(tmp_path: Path) -> None:
+    assert_agree(tmp_path, "fedapen", lr=0.01, rounds=3, training={"clip": 0.1, "momentum": 0.9})
+
+
 def test_batch_norm_and_dropout_go_through_the_loop_and_say_so_once(tmp_path: Path) -> None:
     models = (support.Normed, support.Wide)
     expected, _, _ = run(tmp_path, SequentialEngine, "fedproto", models=models)

@@ -1,0 +1,102 @@
+"""FedAvg, LG-FedAvg and Standalone, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyfed.errors import BadMessage, InputError
+from polyfed.methods.base import Knowledge
+from polyfed.methods.tools import part_of
+from tests import support
+from tests.methods import parity
+
+SAME = {"fedavg": {"models": (support.Wide,)}, "lg-fedavg": {}}
+
+
+@pytest.mark.parametrize("method", SAME)
+def test_mean_is_weighted_by_samples(method: str) -> None:
+    """Weights 1 and 5 with 30 and 10 samples: (30·1 + 10·5) / 40 = 2."""
+    bound = support.new_method(method, **SAME[method])
+    server = support.new_server(bound)
+    ones = {name: torch.ones_like(tensor) for name, tensor in server.state.items()}
+    fives = {name: 5 * tensor for name, tensor in ones.items()}
+    bound.aggregate(server, [support.reply(0, ones, samples=[30]), support.reply(1, fives, samples=[10])])
+    assert all(torch.equal(tensor, torch.full_like(tensor, 2.0)) for tensor in server.state.values())
+
+
+@pytest.mark.parametrize(("method", "parts"), [("fedavg", "model"), ("lg-fedavg", "model.head")])
+def test_what_travels_replaces_the_client_s_own(method: str, parts: str) -> None:
+    clients = support.population(method, **SAME[method])
+    state = {name: tensor + 1 for name, tensor in clients.new_network(0).state_dict().items()}
+    server = support.new_server(clients.method)
+    message = clients.method.download(server, 0, None)
+    assert set(message.tensors) == set(part_of(state, parts))
+    changed = clients.method.receive(state, message, Knowledge(torch.tensor([1, 0, 0, 0]), 1))
+    assert all(torch.equal(changed[name], server.state[name]) for name in changed)
+    upload = clients.method.upload(support.trained([3, 0, 4, 0], state))
+    assert upload.metadata["samples"].tolist() == [7]
+    clients.method.check(upload)
+
+
+def test_first_download_is_the_clients_own_start() -> None:
+    """Clients of one network start alike, and so does the server: the first round of FedAvg changes nothing."""
+    clients = support.population("fedavg", models=(support.Wide,))
+    server = support.new_server(clients.method)
+    own = clients.new_network(1).state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in server.state.items())
+
+
+def test_batch_norm_statistics_are_averaged_and_counters_stay_home(tmp_path: Path) -> None:
+    run = support.federation(tmp_path, "fedavg", models=(support.Normed,))
+    run.run()
+    assert "model.extractor.body.1.running_mean" in run.server.state
+    assert not any("num_batches" in name for name in run.server.state)
+
+
+def test_networks_must_be_the_same() -> None:
+    with pytest.raises(
+        InputError, match=r"fedavg needs the same network.*clients 0, 2 \(Wide\).*clients 1, 3 \(Narrow\)"
+    ):
+        support.new_method("fedavg")
+
+
+@pytest.mark.parametrize("method", SAME)
+def test_unsound_replies_are_refused(method: str) -> None:
+    bound = support.new_method(method, **SAME[method])
+    good = dict(support.new_server(bound).state)
+    name = next(iter(good))
+    for bad, reason in (
+        ({**good, name: good[name] * torch.nan}, "finite"),
+        ({**good, "more": good[name]}, "unexpected"),
+    ):
+        with pytest.raises(BadMessage, match=reason):
+            bound.check(support.reply(0, bad, samples=[1]).message)
+
+
+@pytest.mark.parametrize("method", ["standalone", *SAME])
+def test_engines_agree_and_nothing_is_shared(tmp_path: Path, method: str) -> None:
+    parity.assert_engines_agree(tmp_path, method, **SAME.get(method, {}))
+    parity.assert_nothing_shared(tmp_path, method)
+
+
+def test_standalone_sends_nothing(tmp_path: Path) -> None:
+    run = support.federation(tmp_path, "standalone", rounds=6)
+    summary = run.run()
+    assert summary["upload_bytes"] == summary["download_bytes"] == 0
+    assert summary["accuracy_final"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("method", "classes", "models", "floats"),
+    [
+        ("fedavg", 10, "cnn1", 2_621_558),
+        ("fedavg", 100, "cnn1", 2_666_648),
+        ("lg-fedavg", 10, "cnn5", 5_010),
+        ("lg-fedavg", 100, "cnn5", 50_100),
+    ],
+)
+def test_traffic_is_the_closed_form(tmp_path: Path, method: str, classes: int, models: str, floats: int) -> None:
+    assert support.traffic(tmp_path, method, classes, models) == (floats, floats)
