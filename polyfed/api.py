@@ -145,6 +145,11 @@ def _go(
             f"the run can't go on: {error.strerror or error}; when that is mended, `polyfed resume {folder.path}` goes "
             "on from the last checkpoint."
         ) from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise RunError(
+            "the run does not fit into memory: take smaller batches (--batch-size) or networks, or keep fewer clients' "
+            f"states in memory (--set memory_budget=4); `polyfed resume {folder.path}` goes on from its checkpoint."
+        ) from error
     finally:
         engine.close()
     return Result(folder, summary, population, temporary)

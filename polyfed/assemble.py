@@ -75,9 +75,11 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
 def find_device(name: str) -> torch.device:
     """The compute device of that name; `auto` is a GPU if there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"no computing on {device.type}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(
@@ -89,6 +91,7 @@ def find_device(name: str) -> torch.device:
 def set_precision(device: torch.device, *, tf32: bool) -> None:
     """How precisely a GPU multiplies 32-bit floats; and let it try which of its convolutions is the fastest."""
     if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # streams and graphs belong to the current device
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
         torch.backends.cudnn.benchmark = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from polyfed.assemble import assemble, find_device
 from polyfed.config import Experiment, experiment
 from polyfed.data import ClientData, Dataset
 from polyfed.engines import Engine, Population, new_engine
+from polyfed.errors import InputError
 from polyfed.federation import Federation
 from polyfed.records import RunFolder
 
@@ -63,8 +63,8 @@ class Measurement:
     steps_per_second: float
     outside: float
     """Share of the round that is not training: messages, server, records."""
-    memory: int
-    """Peak bytes: of the GPU, or of the whole process."""
+    memory: int | None
+    """Peak bytes on the GPU; not told on a CPU, where it can't be told apart from what came before."""
     plain_seconds: float | None = None
     ratio: float | None = None
     """How many times faster than the plain loop."""
@@ -173,19 +173,19 @@ def plain_seconds(case: Case, device_name: str) -> float:
         return min(timed(partial(run.round, number), device) for number in (1, 2))
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes on the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_memory(device: torch.device) -> int | None:
+    """Peak bytes on the GPU."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else None
 
 
 def run_cases(device: str, only: str = "", engine: str = "auto") -> Iterator[Measurement]:
     """Measure every case that fits the device, one after another; `only` picks cases by the start of their names."""
     on_gpu = find_device(device).type == "cuda"
-    for case in CASES:
-        if case.name.startswith(tuple(only)) if only else on_gpu or not case.cuda_only:
-            yield measure(case, engine, device)
+    chosen = [c for c in CASES if (c.name.startswith(tuple(only)) if only else on_gpu or not c.cuda_only)]
+    if not chosen:
+        raise InputError(f"no case begins with one of '{only}': the cases are a to f.")
+    for case in chosen:
+        yield measure(case, engine, device)
 
 
 def device_name(device: str) -> str:

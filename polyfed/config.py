@@ -80,7 +80,9 @@ class Experiment(BaseModel):
     )
     workers: int | None = Field(None, ge=1, description="threads of the threads engine; none: one per core")
     memory_budget: float | None = Field(
-        None, gt=0, description="gigabytes of client states kept in memory; none: half of the machine's"
+        None,
+        gt=0,
+        description="gigabytes of client states kept in memory; none: half of the machine's, a third of a GPU's",
     )
     checkpoint_every: int | None = Field(
         None, ge=1, description="rounds between checkpoints; none: as often as costs at most 3 % of the time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from polyfed.config import Experiment
@@ -129,14 +130,9 @@ class Federation:
         trained = time.perf_counter()
         self.progress.stale |= set(participants)
         sound = self._sound(number, replies)
-        if len(sound) < self.config.min_replies:
-            self.checkpoint()
-            raise RunError(
-                f"round {number} has {len(sound)} sound replies and needs {self.config.min_replies} (min_replies); the "
-                f"reasons are in {self.folder.path / 'events.jsonl'}, and `polyfed resume {self.folder.path}` goes on "
-                "with the next round."
-            )
-        self.method.aggregate(self.server, sound)
+        enough = len(sound) >= self.config.min_replies
+        if enough:
+            self.method.aggregate(self.server, sound)
         notes = [f"client {reply.client}: {note}" for reply in replies for note in reply.notes]
         for note in notes + self.server.notes:
             self.note(note)
@@ -163,6 +159,13 @@ class Federation:
             self.folder.add_round(row)
         self.folder.add_event("round", **row, training_seconds=round(trained - begin, 4))
         self.watcher.on_round(number, row if "accuracy_mean" in row else None)
+        if not enough:
+            self.checkpoint()
+            raise RunError(
+                f"round {number} has {len(sound)} sound replies and needs {self.config.min_replies} (min_replies); the "
+                f"reasons are in {self.folder.path / 'events.jsonl'}, and `polyfed resume {self.folder.path}` goes on "
+                "with the next round."
+            )
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; every other is noted with its reason."""
@@ -214,7 +217,8 @@ class Federation:
 
     def note(self, note: str, **details: Any) -> None:
         """Keep a remark as an event of the run, and show it if it has not been shown yet."""
-        self.folder.add_event("note", round=self.server.round, note=note, **details)
+        with suppress(OSError):  # a remark about a full disk may not fit on it
+            self.folder.add_event("note", round=self.server.round, note=note, **details)
         if note not in self._shown:
             self._shown.add(note)
             self.watcher.on_note(note)

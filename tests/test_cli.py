@@ -66,6 +66,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--split", "8-1-1"), "split '8-1-1' is no ratio"),
         (("standalone", "--engine", "ray2"), "engine is 'ray2', but must be one of"),
         (("standalone", "--device", "cuda:77"), "device is 'cuda:77', which this machine does not have"),
+        (("standalone", "--device", "meta"), "device is 'meta', which this machine does not have"),
         (("standalone", "--set", "nonsense"), "--set takes NAME=VALUE, .* not 'nonsense'"),
         (("standalone", "--set", "rouns=3"), "unknown setting 'rouns': did you mean 'rounds'?"),
         (("standalone", "--set", "a.b=3"), "--set knows method.NAME, training.NAME and plain settings, not 'a.b'"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import polyfed
 from polyfed.engines import Evaluation, SequentialEngine, ThreadsEngine
 from polyfed.errors import DivergedError, RunError
 from polyfed.federation import Federation, Interrupted, Watcher
@@ -95,6 +96,16 @@ def test_too_few_sound_replies_stop_the_run(tmp_path: Path) -> None:
     assert not federation.folder.finished
     saved = federation.folder.checkpoints.restore()  # to go on with the next round
     assert saved is not None and saved.round == 1 and set(saved.clients) == {0, 1, 2, 3}
+
+
+def test_a_run_that_failed_in_its_last_round_can_be_resumed(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "lg-fedavg", engine=Faulty, min_replies=3, rounds=1)
+    federation.engine.spoiled = (0, 3)  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match="round 1 has 2 sound replies"):
+        federation.run()
+    result = polyfed.resume(federation.folder.path, data=support.tiny_dataset(), models=[support.Wide, support.Narrow])
+    assert result.rounds.replies.tolist() == [2]
+    assert len(result.clients) == 4
 
 
 def test_rounds_between_evaluations_are_recorded_as_events_only(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import ClassVar
 
+import torch
+
 from polyfed.costs import ClientFlops, measure
 from polyfed.engines import local
 from polyfed.engines.local import Evaluation
@@ -71,7 +73,7 @@ class LocalEngine(Engine):
         self._beginners = Counter(architecture.name for architecture in population.architectures)
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
-        budget = default_memory_budget() if memory_budget is None else memory_budget
+        budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device))
 
     def changed_clients(self) -> set[int]:
@@ -152,6 +154,8 @@ class LocalEngine(Engine):
             return self._flops[name]
 
 
-def default_memory_budget() -> int:
-    """Half of the machine's memory."""
+def default_memory_budget(device: torch.device) -> int:
+    """Half of the memory of the machine, or a third of the GPU's, where training needs the rest."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] // 3
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -102,6 +102,7 @@ class PhaseStep:
         size = len(next(iter(state.values())))
         self._dataset: Dataset = population.dataset
         self._phase = phase
+        self._network = network
         self._classes = population.task.classes
         self._lr = phase.lr or training.lr
         self._training = training
@@ -114,6 +115,8 @@ class PhaseStep:
 
     def reset(self) -> None:
         """Start a phase anew."""
+        prepare(self._network, self._phase)  # evaluation has set other modes meanwhile
+        self._network.requires_grad_(False)
         self.total.zero_()
         if self.sums is not None:
             self.sums.zero_()
@@ -174,7 +177,7 @@ class PhaseStep:
                 direction = direction + decay * parameter
             if self.momentum:
                 direction = self.momentum[name].mul_(self._training.momentum).add_(direction)
-            parameter.addcmul_(_column(active.to(parameter.dtype), parameter), direction, value=-self._lr)
+            parameter.add_(torch.where(_column(active, parameter), direction, 0.0), alpha=-self._lr)
             if name in self._phase.bounds:
                 parameter.clamp_(*self._phase.bounds[name])
 
@@ -245,7 +248,7 @@ def evaluate(
                 hits = (values.argmax(-1) == labels).sum(1)
                 right[rule] = right[rule] + hits if rule in right else hits
         counts.append({rule: hits.tolist() for rule, hits in right.items()})
-    rules = list(counts[0] or counts[1])
+    rules = list(counts[0] or counts[1]) or own_rules(population, clients[0], network, state)
     none = [0] * len(clients)
     return {
         client: Evaluation(
@@ -256,6 +259,15 @@ def evaluate(
         )
         for i, client in enumerate(clients)
     }
+
+
+def own_rules(population: Population, client: int, network: ClientNetwork, state: State) -> list[str]:
+    """The names of the method's ways to predict, from one training sample."""
+    rows = population.data[client].train[:1].view(1, 1).to(population.device)
+    first = {name: tensor[:1] for name, tensor in state.items()}
+    ((_, scores),) = in_chunks(population.dataset, network, first, rows, population.method.predict)
+    assert isinstance(scores, dict)
+    return list(scores)
 
 
 def remarks(

@@ -10,10 +10,12 @@ change its statistics), with dropout (its masks come from one generator per clie
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,8 @@ from polyfed.methods.network import ClientNetwork
 from polyfed.methods.statistics import ClassStatistics, means_from_sums
 from polyfed.models import SeededDropout
 
+Result = TypeVar("Result")
+
 LARGEST_COHORT = 256
 KEPT_STEPS = 64
 """Captured steps that are kept for later rounds; the least recently used goes first."""
@@ -43,7 +47,7 @@ class VectorizedEngine(LocalEngine):
         super().__init__(population, memory_budget=memory_budget)
         self._bench = Workbench(self._empty_network)
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
-        self._stacks: OrderedDict[tuple[str, int], State] = OrderedDict()
+        self._stacks: dict[tuple[str, int], State] = {}
         self._one_by_one: dict[str, str] = {}
         self._checked: set[str] = set()
         self._limit = LARGEST_COHORT
@@ -90,19 +94,13 @@ class VectorizedEngine(LocalEngine):
             replies = [self._train_one(self._bench, client, downloads[client], round) for client in clients]
             self._bench.release()
             return self._with_notes(replies)
-        try:
-            return self._with_notes(self._train_stacked(clients, downloads, round))
-        except torch.OutOfMemoryError:
-            if len(clients) == 1:
-                raise
-        self._shrink(len(clients))
-        half = len(clients) // 2
-        return [r for part in (clients[:half], clients[half:]) for r in self._train_cohort(part, downloads, round)]
+        work = partial(self._train_stacked, downloads=downloads, round=round)
+        return self._with_notes([reply for part in self._fitting(clients, work) for reply in part])
 
     def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
         people, method = self.population, self.population.method
         network = self._network(clients[0])
-        state = self._stack(clients, round, downloads)
+        state = self._stack(clients, round, downloads, keep=True)
         phases = method.phases()
         losses = [float("nan")] * len(clients)
         tracked: Sequence[ClassStatistics | None] = [None] * len(clients)
@@ -111,7 +109,7 @@ class VectorizedEngine(LocalEngine):
             means, vectors = self._train_phase(clients, network, state, phase, round)
             if "model" in phase.trains and not found:
                 losses, found = means, True
-            tracked = [new or old for new, old in zip(vectors, tracked, strict=True)]
+            tracked = [old or new for new, old in zip(vectors, tracked, strict=True)]
         network.eval()
         own = {name: tensor[: len(clients)] for name, tensor in state.items()}
         with torch.no_grad():
@@ -119,18 +117,20 @@ class VectorizedEngine(LocalEngine):
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
-        replies = []
         columns = {name: tensor.unbind() for name, tensor in own.items()}
+        states = [{name: column[i].clone() for name, column in columns.items()} for i in range(len(clients))]
+        replies = []
         for index, client in enumerate(clients):
-            mine = {name: column[index] for name, column in columns.items()}
             answer = Trained(
-                people.counts[client], round, state=mine, statistics=statistics[index], tracked=tracked[index]
+                people.counts[client], round, state=states[index], statistics=statistics[index], tracked=tracked[index]
             )
             message = method.upload(answer).snapshot()
             flops = self._client_flops(client).of_round(phases, people.data[client])
             replies.append(Reply(client, message, losses[index], flops, remarks[index]))
+        # Only now, when nothing can run out of memory any more: a cohort that is tried again starts from old states.
+        for client, trained in zip(clients, states, strict=True):
             beginner = not self.store.has(client)
-            self.store.put(client, {name: tensor.clone() for name, tensor in mine.items()})
+            self.store.put(client, trained)
             if beginner:
                 self._forget_first(client)
         return replies
@@ -143,10 +143,12 @@ class VectorizedEngine(LocalEngine):
         plan = stacked.new_plan(people, clients, self._width(clients[0]), size, phase, round)
         step = self._captured(clients[0], network, state, phase)
         step.run(plan)
-        visited = (plan.rows >= 0).sum((0, 2)).clamp(min=1)
-        means = (step.step.total / visited)[: len(clients)].tolist()
-        for client, mean in zip(clients, means, strict=True):
-            local.check_finite(torch.tensor(mean), client, round, phase.name)
+        visited = (plan.rows >= 0).sum((0, 2)).tolist()
+        totals = step.step.total.tolist()
+        means = []
+        for client, total, samples in zip(clients, totals, visited, strict=False):
+            local.check_finite(torch.tensor(total), client, round, phase.name)
+            means.append(total / samples if samples else float("nan"))
         if step.step.sums is None:
             return means, [None] * len(clients)
         sums = step.step.sums.cpu()
@@ -166,31 +168,36 @@ class VectorizedEngine(LocalEngine):
             scores = {c: self._evaluate_one(self._bench, c, downloads.get(c), round) for c in clients}
             self._bench.release()
             return scores
-        try:
-            state = self._stack(clients, round, downloads)
-            own = {name: tensor[: len(clients)] for name, tensor in state.items()}
-            with torch.no_grad():
-                return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own)
-        except torch.OutOfMemoryError:
-            if len(clients) == 1:
-                raise
-        self._shrink(len(clients))
-        half = len(clients) // 2
-        parts = (clients[:half], clients[half:])
-        return {c: s for part in parts for c, s in self._evaluate_cohort(part, round, downloads).items()}
+        work = partial(self._evaluate_stacked, downloads=downloads, round=round)
+        return {client: score for part in self._fitting(clients, work) for client, score in part.items()}
+
+    def _evaluate_stacked(
+        self, clients: list[int], downloads: Mapping[int, Message], round: int
+    ) -> dict[int, Evaluation]:
+        state = self._stack(clients, round, downloads, keep=False)
+        own = {name: tensor[: len(clients)] for name, tensor in state.items()}
+        with torch.no_grad():
+            return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own)
 
     # Memory and shapes ------------------------------------------------------------------------------------------------
 
-    def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message]) -> State:
-        """The clients' states after their downloads, one above the other, padded with copies of the first client."""
+    def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> State:
+        """The clients' states after their downloads, one above the other, padded with copies of the first client.
+
+        `keep`: in tensors that stay, because captured steps work on them.
+        """
         states = [self.store.get(client) for client in clients]
         padded = states + states[:1] * (self._size(clients) - len(states))
         key = (self._architecture(clients[0]), len(padded))
-        if key not in self._stacks:
-            self._stacks[key] = {name: torch.stack([s[name] for s in padded]) for name in states[0]}
-        state = self._stacks[key]
-        for name, tensor in state.items():
-            torch.stack([s[name] for s in padded], out=tensor)
+        kept = self._stacks.get(key)
+        if kept is None:
+            state = {name: torch.stack([s[name] for s in padded]) for name in states[0]}
+            if keep:
+                self._stacks[key] = state
+        else:
+            state = kept
+            for name, tensor in state.items():
+                torch.stack([s[name] for s in padded], out=tensor)
         moved: dict[int, Message] = {}
         for index, client in enumerate(clients):
             if client not in downloads:
@@ -229,15 +236,33 @@ class VectorizedEngine(LocalEngine):
         with self._building:
             return self._build(client)
 
-    def _shrink(self, tried: int) -> None:
-        """Give memory back and make cohorts smaller after one did not fit."""
-        self._limit = max(1, tried // 2)
+    def _fitting(self, clients: list[int], work: Callable[[list[int]], Result]) -> list[Result]:
+        """Do the work for all clients at once, or in smaller and smaller cohorts until they fit into memory."""
+        try:
+            return [work(clients)]
+        except torch.OutOfMemoryError:
+            pass  # memory can be given back only after the error has let go of its frames
+        self._let_go()  # what other cohorts had left may have been in the way
+        try:
+            return [work(clients)]
+        except torch.OutOfMemoryError:
+            if len(clients) == 1:
+                raise
+        self._let_go()
+        half = len(clients) // 2
+        if half < self._limit:
+            self._limit = half
+            self._notes.append(f"{len(clients)} clients at once did not fit into memory; from now on {half} at most")
+        return [result for part in (clients[:half], clients[half:]) for result in self._fitting(part, work)]
+
+    def _let_go(self) -> None:
+        """Give back all memory that is only kept to be faster next time."""
         self._steps.clear()
         self._stacks.clear()
-        torch.cuda.empty_cache()
-        self._notes.append(
-            f"a cohort of {tried} clients did not fit into memory; cohorts have {self._limit} from now on"
-        )
+        gc.collect()  # a failed capture may have left cycles that hold on to its memory
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
 
     # What can't be stacked --------------------------------------------------------------------------------------------
 
@@ -253,13 +278,19 @@ class VectorizedEngine(LocalEngine):
         return self._one_by_one.get(name)
 
     def _try_vmap(self, client: int) -> str | None:
-        """Take one step with two copies of the client; what `vmap` or the network says if that fails."""
+        """Train, predict and collect with two copies of the client; what `vmap` or the network says if that fails."""
+        people, network, twice = self.population, self._network(client), [client, client]
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
         try:
-            for phase in self.population.method.phases():
-                plan = stacked.new_plan(self.population, [client, client], self._width(client), 2, phase, 0)
+            for phase in people.method.phases():
+                plan = stacked.new_plan(people, twice, self._width(client), 2, phase, 0)
                 if len(plan.rows):
-                    stacked.PhaseStep(self.population, self._network(client), phase, state)(plan.at(0))
+                    stacked.PhaseStep(people, network, phase, state)(plan.at(0))
+            network.eval()
+            with torch.no_grad():
+                stacked.own_rules(people, client, network, state)
+                stacked.collect(people, twice, network, state)
+                stacked.remarks(people, twice, network, state)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError) as error:
@@ -280,7 +311,7 @@ class VectorizedEngine(LocalEngine):
 def unstackable(network: nn.Module) -> str | None:
     """What in a network keeps it from being stacked."""
     for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return "it has batch norm, whose statistics a padded batch would change"
         if isinstance(module, SeededDropout) and module.p > 0:
             return "it has dropout, whose draws belong to one client"
@@ -319,7 +350,8 @@ class CapturedStep:
             self.step(plan.at(0))
         torch.cuda.current_stream().wait_stream(side)
         self._inputs = {name: tensor.clone() for name, tensor in plan.at(0).items()}
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self.pool):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
             self.step(self._inputs)
+        self._graph = graph
         return 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,26 @@ class Restored:
     round: int
     server: State
     progress: dict[str, Any]
-    clients: dict[int, State]
+    clients: Mapping[int, State]
+    """Read from disk one at a time, when asked for."""
+
+
+class ClientStates(Mapping[int, State]):
+    """Clients' states on disk; a large federation's would not fit into memory at once."""
+
+    def __init__(self, entries: dict[int, dict[str, Any]], read: Callable[[dict[str, Any]], bytes]) -> None:
+        self._entries = entries
+        self._read = read
+
+    def __getitem__(self, client: int) -> State:
+        state: State = load(self._read(self._entries[client]))
+        return state
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 @dataclass
@@ -89,12 +108,13 @@ class Checkpoints:
     def _read(self, name: str) -> Restored:
         manifest = (self.folder / name).read_text()
         content = json.loads(manifest)
-        clients = {int(client): load(self._load(entry)) for client, entry in content["clients"].items()}
+        for entry in content["clients"].values():
+            self._load(entry)  # is it whole?
         restored = Restored(
             content["round"],
             load(self._load(content["server"])),
             json.loads(self._load(content["progress"])),
-            clients,
+            ClientStates({int(client): entry for client, entry in content["clients"].items()}, self._load),
         )
         self._clients, self._manifest = content["clients"], manifest
         return restored

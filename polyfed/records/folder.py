@@ -57,12 +57,12 @@ class RunFolder:
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path)
+            folder.checkpoints.remove()  # of a run whose config is gone
+            folder.keep_until(0)
             atomic.write(path / "config.yaml", config.to_yaml())
         except OSError as error:
             raise InputError(f"can't write to '{path}': {error.strerror}; choose another folder (--out).") from error
-        folder = cls(path)
-        folder.checkpoints.remove()  # of a run whose config is gone
-        folder.keep_until(0)
         return folder
 
     @classmethod

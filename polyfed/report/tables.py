@@ -144,7 +144,7 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
             f"{r.steps_per_second:.0f}",
             f"{1e6 / r.steps_per_second:.0f}",
             f"{100 * r.outside:.1f} %",
-            f"{quantity(r.memory)}B",
+            f"{quantity(r.memory)}B" if r.memory else "",
             f"{r.plain_seconds:.3f}" if r.plain_seconds else "",
             f"{r.ratio:.1f}" if r.ratio else "",
         ]
