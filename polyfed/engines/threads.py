@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
-
+from polyfed.compute import compute_threads
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench
@@ -75,7 +73,7 @@ class ThreadsEngine(LocalEngine):
         people = self.population
         order = sorted(clients, key=lambda c: (-len(people.data[c].train), people.architectures[c].name, c))
         results: dict[int, Result] = {}
-        with one_compute_thread():
+        with compute_threads(1):
             futures = {self._pool.submit(on_worker, client): client for client in order}
             try:
                 for future in as_completed(futures):
@@ -85,14 +83,3 @@ class ThreadsEngine(LocalEngine):
                 for future in futures:
                     future.cancel()
         return results
-
-
-@contextmanager
-def one_compute_thread() -> Iterator[None]:
-    """Inside, every operation uses the thread it was called from and no other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -14,7 +14,7 @@ from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Phase, Reply, 
 from polyfed.methods.compression import check_forms, compress, compressed_schema, restore
 from polyfed.methods.distillation import kl_divergence
 from polyfed.methods.shared_network import SharedNetwork
-from polyfed.methods.tools import cross_entropy, distance, module_state, part_of, plain_mean
+from polyfed.methods.tools import cross_entropy, distance, part_of, plain_mean
 
 SMALLEST_LOSS = 0.01
 """Distillation is never weighted by more than one over this, however sure both networks are."""
@@ -88,7 +88,7 @@ class FedKD(SharedNetwork):
 
     @cached_property
     def _like(self) -> State:
-        return module_state("shared", self.shared_network())
+        return self.first_state()
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         restored = [replace(r, message=Message(restore(r.message.tensors, self._like))) for r in replies]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import Literal
 
@@ -10,26 +9,16 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from polyfed.errors import InputError
-from polyfed.message import Message, Schema
-from polyfed.methods.base import (
-    Batch,
-    ClientNetwork,
-    Method,
-    Phase,
-    Reply,
-    Server,
-    SplitNetwork,
-    Task,
-    Trained,
-    Training,
-)
-from polyfed.methods.tools import SAMPLES, cross_entropy, module_state, part_of, same_shapes, weighted_mean
+from polyfed.message import State
+from polyfed.methods.averaged import Averaged
+from polyfed.methods.base import Batch, ClientNetwork, Phase, SplitNetwork, Task
+from polyfed.methods.tools import cross_entropy, module_state
 from polyfed.models import ProxyExtractor, seed_dropout
 from polyfed.models.dryrun import dry_run, example_images
 from polyfed.models.factories import call_factory, load_object
 
 
-class PFedES(Method):
+class PFedES(Averaged):
     """A network from images to images stands before every private model; it alone travels and is averaged.
 
     The two train in turn, each while the other is frozen. The proxy is not used for prediction.
@@ -39,8 +28,9 @@ class PFedES(Method):
     title = "pFedES"
     paper = "Yi et al., AAAI 2025"
     shares = "a small proxy extractor"
+    module = "proxy"
 
-    class Config(Method.Config):
+    class Config(Averaged.Config):
         weight: float = Field(
             0.1, gt=0, le=0.5, description="weight of the enhanced images in the model's loss (the paper's mu)"
         )
@@ -61,10 +51,6 @@ class PFedES(Method):
             return "none" if value is None else value
 
     config: Config
-
-    def __init__(self, config: Config, task: Task, training: Training) -> None:
-        super().__init__(config, task, training)
-        self.first_proxy = module_state("proxy", task.seeded_module(self.new_proxy, "proxy"))
 
     def new_proxy(self) -> nn.Module:
         """A proxy extractor for this task's images, checked: what comes out has the shape of what goes in."""
@@ -95,29 +81,16 @@ class PFedES(Method):
         """Eq. 9 of the paper: the private model on enhanced images."""
         return cross_entropy(net(net.proxy(batch.x)), batch.y)
 
-    def upload(self, client: Trained) -> Message:
-        return Message(part_of(client.state, "proxy"), client.sample_count)
-
     def inspect(self, net: ClientNetwork, batch: Batch) -> dict[str, Tensor]:
         # With ReLU at its end the proxy can die; no gradient brings it back, and nothing else would show it.
         remark = "the proxy extractor gives only zeros and can't learn any more; activation=none avoids that"
         return {remark: (net.proxy(batch.x) == 0).all()}
 
-    # The server's side -----------------------------------------------------------------------------------------------
+    # The server's side: Eq. 11 of the paper, but weighted by the participants' samples. The paper divides by those of
+    # all clients, so the proxy would shrink whenever some are missing.
 
-    def start(self, server: Server) -> None:
-        server.state.update({name: tensor.clone() for name, tensor in self.first_proxy.items()})
-
-    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
-        return Message(dict(server.state))
-
-    def schema(self) -> Schema:
-        return Schema(same_shapes(self.first_proxy), SAMPLES)
-
-    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
-        # Eq. 11 of the paper divides by the samples of all clients, so the proxy would shrink whenever some are
-        # missing; the weights of those that took part must sum to one.
-        server.state.update(weighted_mean(replies))
+    def first_state(self) -> State:
+        return module_state("proxy", self.task.seeded_module(self.new_proxy, "proxy"))
 
 
 def own_proxy(address: str, task: Task) -> nn.Module:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
 
 _WORTH_A_GRAPH = 100
@@ -48,7 +48,7 @@ def train_on_vectors(
         run = _Replayed(step, batch_size)
     work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
     values: list[Tensor] = []
-    with _threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
+    with compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
         for _ in range(epochs):
             order = torch.randperm(len(vectors), generator=generator).to(vectors.device)
             values = [run(chunk) for chunk in order.split(batch_size)]
@@ -68,16 +68,6 @@ def check_finite(module: nn.Module, what: str, round: int, lr: float) -> None:
             f"the weights of the server's {what} are no longer finite in round {round}: lower the learning rate there "
             f"(--set method.server_lr={lr / 10:g})."
         )
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Replayed:
