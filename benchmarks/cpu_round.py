@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from rich.table import Table
 from torch import nn
 
 from polyfed.assemble import assemble
+from polyfed.bench import processor
 from polyfed.config import experiment
 from polyfed.data import Dataset
 from polyfed.engines import Population, new_engine
@@ -248,13 +248,6 @@ def in_own_process(*arguments: str) -> dict[str, float]:
     done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, check=True)
     result: dict[str, float] = json.loads(done.stdout)
     return result
-
-
-def processor() -> str:
-    """The processor's name and the number of cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
 
 
 if __name__ == "__main__":

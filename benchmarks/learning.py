@@ -34,13 +34,13 @@ from typing import Any
 
 import pandas as pd
 import torch
-from cpu_round import processor
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from polyfed import METHODS, __version__
 from polyfed.assemble import find_device
+from polyfed.bench import processor
 from polyfed.cli import parse_settings  # so that --set means here what it means there
 from polyfed.config import experiment, merged
 from polyfed.data import load_dataset

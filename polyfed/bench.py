@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -193,7 +195,12 @@ def device_name(device: str) -> str:
     found = find_device(device)
     if found.type == "cuda":
         return torch.cuda.get_device_name(found)
+    return processor()
+
+
+def processor() -> str:
+    """The processor's name and its number of cores."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{torch.get_num_threads()} cores of {names[0] if names else 'a CPU'}"
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
