@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 from polyfed.data import Dataset
 from polyfed.engines.batches import augment, epochs
 from polyfed.engines.local import Evaluation, prepare
+from polyfed.engines.pooling import PoolingInPlace
 from polyfed.engines.population import Population
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
@@ -36,7 +37,8 @@ class Applied(nn.Module):
         self._function = function
 
     def forward(self, *arguments: object) -> object:
-        return self._function(self.network, *arguments)
+        with PoolingInPlace():
+            return self._function(self.network, *arguments)
 
     def on(self, state: State) -> Callable[..., object]:
         """The function with the network in this state."""
@@ -53,9 +55,14 @@ class Plan:
     extras: State = field(default_factory=dict)
     """Draws that go with the samples: `first.flip`, `second.flip`, `drawn.noise`."""
 
+    @property
+    def inputs(self) -> State:
+        """All that steps take, by name."""
+        return {"rows": self.rows, **self.extras}
+
     def at(self, step: int) -> State:
         """The inputs of one step."""
-        return {"rows": self.rows[step], **{name: tensor[step] for name, tensor in self.extras.items()}}
+        return {name: tensor[step] for name, tensor in self.inputs.items()}
 
 
 def new_plan(population: Population, clients: Sequence[int], width: int, size: int, phase: Phase, round: int) -> Plan:
@@ -106,17 +113,20 @@ class PhaseStep:
         self._classes = population.task.classes
         self._lr = phase.lr or training.lr
         self._training = training
-        self._groups = groups if training.clip is not None else []
+        self._groups = groups
         self._loss = Applied(network, self._masked_loss)
         self._gradient = vmap(grad(self._client_loss, has_aux=True))
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
         self.total = torch.zeros(size, device=population.device)
         self.sums: Tensor | None = None
 
+    def set_modes(self) -> None:
+        """Set the network's modules to training or evaluation, as the phase wants them; others have changed them."""
+        prepare(self._network, self._phase)
+        self._network.requires_grad_(False)
+
     def reset(self) -> None:
         """Start a phase anew."""
-        prepare(self._network, self._phase)  # evaluation has set other modes meanwhile
-        self._network.requires_grad_(False)
         self.total.zero_()
         if self.sums is not None:
             self.sums.zero_()
@@ -150,36 +160,49 @@ class PhaseStep:
 
     def _masked_loss(self, network: ClientNetwork, batch: State) -> tuple[Tensor, State]:
         drawn = {n.removeprefix("drawn."): tensor for n, tensor in batch.items() if n.startswith("drawn.")}
-        given = Batch(batch["x"], batch["y"], batch["mask"], batch.get("view"), drawn)
+        mask = batch["mask"]
+        # A client that has finished gets a batch too, so that its loss is a number and its gradient exactly zero.
+        given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("view"), drawn)
         outcome = self._phase.loss(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
-        total = torch.where(batch["mask"], values, 0.0).sum()
-        mean = total / batch["mask"].sum().clamp(min=1)
+        total = torch.where(mask, values, 0.0).sum()
+        mean = total / mask.sum().clamp(min=1)
         return mean, {"total": total} if vectors is None else {"total": total, "vectors": vectors}
 
     def _client_loss(self, trained: State, frozen: State, batch: State) -> object:
         return self._loss.on({**trained, **frozen})(batch)
 
     def _update(self, gradients: State, active: Tensor) -> None:
-        """SGD as torch.optim has it, for clients that have a batch in this step."""
-        clip, decay = self._training.clip, self._training.weight_decay
+        """SGD as torch.optim has it, for clients that have a batch in this step; a few kernels for all parameters."""
+        training = self._training
+        if training.clip is not None:
+            gradients = self._clipped(gradients, training.clip)
+        parameters = list(self.trained.values())
+        directions = [gradients[name] for name in self.trained]
+        if training.weight_decay:
+            directions = list(torch._foreach_add(directions, parameters, alpha=training.weight_decay))
+        if self.momentum:
+            moments = list(self.momentum.values())
+            torch._foreach_mul_(moments, training.momentum)
+            torch._foreach_add_(moments, directions)
+            directions = moments
+        if training.weight_decay or self.momentum:  # which would move even a client without a gradient
+            steps = -self._lr * active
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter.addcmul_(direction, _column(steps, parameter))
+        else:
+            torch._foreach_add_(parameters, directions, alpha=-self._lr)
+        for name, (low, high) in self._phase.bounds.items():
+            self.trained[name].clamp_(low, high)
+
+    def _clipped(self, gradients: State, largest: float) -> State:
+        """Each client's gradient, shortened module by module where it is longer than that."""
+        shortened: State = {}
         for group in self._groups:
-            norm = (
-                torch.stack([gradients[name].reshape(len(active), -1).square().sum(1) for name in group]).sum(0).sqrt()
-            )
-            assert clip is not None
-            factor = (clip / (norm + 1e-6)).clamp(max=1.0)
-            for name in group:
-                gradients[name] = gradients[name] * _column(factor, gradients[name])
-        for name, parameter in self.trained.items():
-            direction = gradients[name]
-            if decay:
-                direction = direction + decay * parameter
-            if self.momentum:
-                direction = self.momentum[name].mul_(self._training.momentum).add_(direction)
-            parameter.add_(torch.where(_column(active, parameter), direction, 0.0), alpha=-self._lr)
-            if name in self._phase.bounds:
-                parameter.clamp_(*self._phase.bounds[name])
+            norms = [torch.linalg.vector_norm(gradients[name].reshape(len(self.total), -1), dim=1) for name in group]
+            factor = (largest / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)
+            shortened |= {name: gradients[name] * _column(factor, gradients[name]) for name in group}
+        return shortened
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:

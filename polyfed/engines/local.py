@@ -5,6 +5,7 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -129,7 +130,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
                 sums = torch.zeros(len(counts), vectors.shape[1], device=device).double() if sums is None else sums
                 sums.index_add_(0, batch.y, vectors.detach().double())
                 counts += torch.bincount(batch.y, minlength=len(counts))
-        check_finite(total, client, round, phase.name)
+        check_finite(float(total), client, round, phase.name)
     optimiser.zero_grad(set_to_none=True)
     net.requires_grad_(False)
     result.loss = float(total) / visited if visited else float("nan")
@@ -137,9 +138,9 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     return result
 
 
-def check_finite(loss: Tensor, client: int, round: int, phase: str) -> None:
+def check_finite(loss: float, client: int, round: int, phase: str) -> None:
     """Raise if training has diverged."""
-    if not bool(torch.isfinite(loss)):
+    if not math.isfinite(loss):
         raise DivergedError(
             f"the loss of client {client} is no longer finite in round {round}, phase '{phase}': lower the learning "
             "rate (--lr) or limit the gradient (--set training.clip=10)."

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from polyfed.message import State
@@ -24,6 +25,7 @@ class ClientStore:
         self._budget = budget
         self._device = device
         self._states: OrderedDict[int, State] = OrderedDict()
+        self._sizes: dict[int, int] = {}
         self._spilled: set[int] = set()
         self._bytes = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -45,22 +47,28 @@ class ClientStore:
         """The client's state, to change; give it back with `put`."""
         with self._lock:
             if client in self._states:
-                state = self._states.pop(client)
-                self._bytes -= size(state)
-                return state
+                return self._remove(client)
             return {name: tensor.clone() for name, tensor in self.get(client).items()}
+
+    def room(self, client: int, like: State) -> State:
+        """Tensors like these to write the client's next state into, its present ones if they are in memory."""
+        with self._lock:
+            if client in self._states:
+                return self._remove(client)
+            return {name: torch.empty_like(tensor) for name, tensor in like.items()}
 
     def put(self, client: int, state: State) -> None:
         """Keep the client's state; it belongs to the store from now on."""
         with self._lock:
             if client in self._states:
-                self._bytes -= size(self._states.pop(client))
+                self._remove(client)
             self._states[client] = state
             self._spilled.discard(client)
-            self._bytes += size(state)
+            self._sizes[client] = size(state)
+            self._bytes += self._sizes[client]
             self.changed.add(client)
             while self._bytes > self._budget and len(self._states) > 1:
-                self._spill(*self._states.popitem(last=False))
+                self._spill(next(iter(self._states)))
 
     def has(self, client: int) -> bool:
         """Whether the client has a state of its own, that is, has trained or was restored."""
@@ -73,8 +81,12 @@ class ClientStore:
             self._folder.cleanup()
             self._folder = None
 
-    def _spill(self, client: int, state: State) -> None:
-        self._bytes -= size(state)
+    def _remove(self, client: int) -> State:
+        self._bytes -= self._sizes[client]
+        return self._states.pop(client)
+
+    def _spill(self, client: int) -> None:
+        state = self._remove(client)
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, self._file(client))
         self._spilled.add(client)
 

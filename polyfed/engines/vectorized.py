@@ -2,7 +2,7 @@
 
 A small network's step is limited by the launches of its kernels, not by arithmetic. Stacking the clients of one
 architecture (a cohort) makes one launch serve all of them, and on CUDA a whole step is captured once as a graph and
-replayed. The numbers are those of the plain loop to float tolerance.
+replayed, cohorts of different architectures side by side. The numbers are those of the plain loop to float tolerance.
 
 What can't be stacked is trained by the plain loop and said so once: networks with batch norm (a padded batch would
 change its statistics), with dropout (its masks come from one generator per client), or that `vmap` does not take.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from polyfed.engines import cohort as stacked
 from polyfed.engines import local
 from polyfed.engines.base import LocalEngine
+from polyfed.engines.batches import phase_samples
+from polyfed.engines.captured import CapturedStep, Lane
 from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench
 from polyfed.message import Message, State
@@ -48,6 +50,7 @@ class VectorizedEngine(LocalEngine):
         self._bench = Workbench(self._empty_network)
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
         self._stacks: dict[tuple[str, int], State] = {}
+        self._lanes: dict[str, Lane] = {}
         self._one_by_one: dict[str, str] = {}
         self._checked: set[str] = set()
         self._limit = LARGEST_COHORT
@@ -55,121 +58,149 @@ class VectorizedEngine(LocalEngine):
         self._longest: dict[str, int] = {}
         for data, architecture in zip(population.data, population.architectures, strict=True):
             self._longest[architecture.name] = max(self._longest.get(architecture.name, 0), len(data.train))
-        self._pool = torch.cuda.graph_pool_handle() if population.device.type == "cuda" else None
         self._notes: list[str] = []
 
     def train(
         self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
     ) -> list[Reply]:
         replies: dict[int, Reply] = {}
-        for clients in self._cohorts(downloads):
-            for reply in self._train_cohort(clients, downloads, round):
+
+        def keep(answers: list[Reply]) -> None:
+            for reply in self._with_notes(answers):
                 replies[reply.client] = reply
                 done(reply.client)
+
+        for clients in self._cohorts(downloads, stackable=False):
+            keep([self._train_one(self._bench, client, downloads[client], round) for client in clients])
+            self._bench.release()
+        # Cohorts of one architecture use the same memory, so they train one after another; all others side by side.
+        waiting = self._cohorts(downloads, stackable=True)
+        while waiting:
+            wave = {self._architecture(clients[0]): clients for clients in reversed(waiting)}
+            for answers in self._train_side_by_side(list(wave.values()), downloads, round):
+                keep(answers)
+            waiting = [clients for clients in waiting if clients[0] not in replies]
         return [replies[client] for client in sorted(replies)]
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
     ) -> dict[int, Evaluation]:
+        clients, received = list(clients), downloads or {}
         scores: dict[int, Evaluation] = {}
-        for group in self._cohorts(clients):
-            scores |= self._evaluate_cohort(group, round, downloads or {})
+        for group in self._cohorts(clients, stackable=False):
+            scores |= {client: self._evaluate_one(self._bench, client, received.get(client), round) for client in group}
+            self._bench.release()
+        for group in self._cohorts(clients, stackable=True):
+            for part in self._fitting(group, partial(self._evaluate_stacked, downloads=received, round=round)):
+                scores |= part
         return {client: scores[client] for client in sorted(scores)}
 
     # Cohorts ----------------------------------------------------------------------------------------------------------
 
-    def _cohorts(self, clients: Iterable[int]) -> list[list[int]]:
-        """The clients by architecture, in pieces that fit."""
+    def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:
+        """The clients that can be stacked, or all others, by architecture, in pieces that fit."""
         groups: dict[str, list[int]] = {}
         for client in sorted(clients):
-            groups.setdefault(self._architecture(client), []).append(client)
+            if (self._reason_for_the_loop(client) is None) == stackable:
+                groups.setdefault(self._architecture(client), []).append(client)
         return [g[i : i + self._limit] for g in groups.values() for i in range(0, len(g), self._limit)]
 
     def _architecture(self, client: int) -> str:
         return self.population.architectures[client].name
 
-    def _train_cohort(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
-        reason = self._reason_for_the_loop(clients[0])
-        if reason is not None:
-            replies = [self._train_one(self._bench, client, downloads[client], round) for client in clients]
-            self._bench.release()
-            return self._with_notes(replies)
-        work = partial(self._train_stacked, downloads=downloads, round=round)
-        return self._with_notes([reply for part in self._fitting(clients, work) for reply in part])
+    def _train_side_by_side(
+        self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
+    ) -> Iterator[list[Reply]]:
+        """Queue the work of all cohorts, each on its lane, before waiting for the first."""
+        begun: list[Begun] = []
+        too_large: list[list[int]] = []
+        for clients in cohorts:
+            try:
+                begun.append(self._begin(clients, downloads, round))
+            except torch.OutOfMemoryError:
+                too_large.append(clients)
+        for work in begun:
+            try:
+                yield self._finish(work, round)
+            except torch.OutOfMemoryError:
+                too_large.append(work.clients)
+        begun.clear()
+        for clients in too_large:
+            again = partial(self._train_stacked, downloads=downloads, round=round)
+            yield [reply for part in self._alone(clients, again) for reply in part]
 
     def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
-        people, method = self.population, self.population.method
-        network = self._network(clients[0])
-        state = self._stack(clients, round, downloads, keep=True)
-        phases = method.phases()
-        losses = [float("nan")] * len(clients)
-        tracked: Sequence[ClassStatistics | None] = [None] * len(clients)
-        found = False
-        for phase in phases:
-            means, vectors = self._train_phase(clients, network, state, phase, round)
-            if "model" in phase.trains and not found:
-                losses, found = means, True
-            tracked = [old or new for new, old in zip(vectors, tracked, strict=True)]
-        network.eval()
-        own = {name: tensor[: len(clients)] for name, tensor in state.items()}
-        with torch.no_grad():
+        return self._finish(self._begin(clients, downloads, round), round)
+
+    def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> Begun:
+        """Queue all that a cohort trains in this round, and wait for nothing."""
+        with self._lane(clients[0]).entered():
+            state = self._stack(clients, round, downloads, keep=True)
+            phases = self.population.method.phases()
+            return Begun(clients, state, phases, [self._train_phase(clients, state, phase, round) for phase in phases])
+
+    def _train_phase(self, clients: list[int], state: State, phase: Phase, round: int) -> stacked.PhaseStep:
+        size = len(next(iter(state.values())))
+        plan = stacked.new_plan(self.population, clients, self._width(clients[0]), size, phase, round)
+        captured = self._captured(clients[0], state, phase)
+        captured.run(plan)
+        return captured.step
+
+    def _finish(self, begun: Begun, round: int) -> list[Reply]:
+        """What the clients answer after training; only then is their new state kept."""
+        people, method, clients = self.population, self.population.method, begun.clients
+        lane, flops = self._lane(clients[0]), self._client_flops(clients[0])
+        with lane.entered(), torch.no_grad():
+            network = self._network(clients[0]).eval()
+            own = {name: tensor[: len(clients)] for name, tensor in begun.state.items()}
             statistics = stacked.collect(people, clients, network, own)
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
-        columns = {name: tensor.unbind() for name, tensor in own.items()}
-        states = [{name: column[i].clone() for name, column in columns.items()} for i in range(len(clients))]
-        replies = []
-        for index, client in enumerate(clients):
-            answer = Trained(
-                people.counts[client], round, state=states[index], statistics=statistics[index], tracked=tracked[index]
-            )
-            message = method.upload(answer).snapshot()
-            flops = self._client_flops(client).of_round(phases, people.data[client])
-            replies.append(Reply(client, message, losses[index], flops, remarks[index]))
-        # Only now, when nothing can run out of memory any more: a cohort that is tried again starts from old states.
-        for client, trained in zip(clients, states, strict=True):
-            beginner = not self.store.has(client)
-            self.store.put(client, trained)
-            if beginner:
-                self._forget_first(client)
+            losses, tracked = self._outcome(begun, round)
+            columns = {name: tensor.unbind() for name, tensor in own.items()}
+            states = [{name: column[i] for name, column in columns.items()} for i in range(len(clients))]
+            replies = []
+            for i, client in enumerate(clients):
+                answer = Trained(
+                    people.counts[client], round, state=states[i], statistics=statistics[i], tracked=tracked[i]
+                )
+                message = method.upload(answer).snapshot()
+                spent = flops.of_round(begun.phases, people.data[client])
+                replies.append(Reply(client, message, losses[i], spent, remarks[i]))
+            # Only now, when memory can't run out any more: a cohort that is tried again starts from old states.
+            self._keep(clients, states)
+        lane.join()
         return replies
 
-    def _train_phase(
-        self, clients: list[int], network: ClientNetwork, state: State, phase: Phase, round: int
-    ) -> tuple[list[float], Sequence[ClassStatistics | None]]:
-        people = self.population
-        size = len(next(iter(state.values())))
-        plan = stacked.new_plan(people, clients, self._width(clients[0]), size, phase, round)
-        step = self._captured(clients[0], network, state, phase)
-        step.run(plan)
-        visited = (plan.rows >= 0).sum((0, 2)).tolist()
-        totals = step.step.total.tolist()
-        means = []
-        for client, total, samples in zip(clients, totals, visited, strict=False):
-            local.check_finite(torch.tensor(total), client, round, phase.name)
-            means.append(total / samples if samples else float("nan"))
-        if step.step.sums is None:
-            return means, [None] * len(clients)
-        sums = step.step.sums.cpu()
-        counts = [self._visits(plan, index) for index in range(len(clients))]
-        return means, [means_from_sums(sums[i], count) for i, count in enumerate(counts)]
+    def _outcome(self, begun: Begun, round: int) -> tuple[list[float], list[ClassStatistics | None]]:
+        """Each client's mean loss in the first phase that trains its model, and the class means of tracked vectors."""
+        losses: list[list[float]] = []
+        tracked: list[ClassStatistics | None] = [None] * len(begun.clients)
+        for phase, step in zip(begun.phases, begun.steps, strict=True):
+            sums = step.sums.cpu() if step.sums is not None else None
+            means = []
+            for i, (client, total) in enumerate(zip(begun.clients, step.total.tolist(), strict=False)):
+                local.check_finite(total, client, round, phase.name)
+                counts = visits(self.population, client, phase)
+                visited = int(counts.sum())
+                means.append(total / visited if visited else float("nan"))
+                if sums is not None:
+                    tracked[i] = tracked[i] or means_from_sums(sums[i], counts)
+            if "model" in phase.trains:
+                losses.append(means)
+        return losses[0] if losses else [float("nan")] * len(begun.clients), tracked
 
-    def _visits(self, plan: stacked.Plan, index: int) -> Tensor:
-        """How often a client's classes were visited."""
-        rows = plan.rows[:, index].flatten()
-        labels = self.population.dataset.labels[rows[rows >= 0]]
-        return torch.bincount(labels, minlength=self.population.task.classes).cpu()
-
-    def _evaluate_cohort(
-        self, clients: list[int], round: int, downloads: Mapping[int, Message]
-    ) -> dict[int, Evaluation]:
-        if self._reason_for_the_loop(clients[0]) is not None:
-            scores = {c: self._evaluate_one(self._bench, c, downloads.get(c), round) for c in clients}
-            self._bench.release()
-            return scores
-        work = partial(self._evaluate_stacked, downloads=downloads, round=round)
-        return {client: score for part in self._fitting(clients, work) for client, score in part.items()}
+    def _keep(self, clients: list[int], states: list[State]) -> None:
+        """Copy the clients' states from their stack to where they rest."""
+        beginners = [client for client in clients if not self.store.has(client)]
+        rooms = [self.store.room(client, state) for client, state in zip(clients, states, strict=True)]
+        targets = [room[name] for room in rooms for name in room]
+        torch._foreach_copy_(targets, [state[name] for room, state in zip(rooms, states, strict=True) for name in room])
+        for client, room in zip(clients, rooms, strict=True):
+            self.store.put(client, room)
+        for client in beginners:
+            self._forget_first(client)
 
     def _evaluate_stacked(
         self, clients: list[int], downloads: Mapping[int, Message], round: int
@@ -222,14 +253,23 @@ class VectorizedEngine(LocalEngine):
         """Samples in a batch: no more than any client of the architecture has."""
         return min(self.population.training.batch_size, self._longest[self._architecture(client)])
 
-    def _captured(self, client: int, network: ClientNetwork, state: State, phase: Phase) -> CapturedStep:
-        key = (self._architecture(client), len(next(iter(state.values()))), phase.name)
+    def _captured(self, client: int, state: State, phase: Phase) -> CapturedStep:
+        name = self._architecture(client)
+        key = (name, len(next(iter(state.values()))), phase.name)
         if key not in self._steps:
-            self._steps[key] = CapturedStep(stacked.PhaseStep(self.population, network, phase, state), self._pool)
+            step = stacked.PhaseStep(self.population, self._network(client), phase, state)
+            most = phase.epochs * -(-self._longest[name] // self._width(client))
+            self._steps[key] = CapturedStep(step, self._lane(client), most)
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
+
+    def _lane(self, client: int) -> Lane:
+        name = self._architecture(client)
+        if name not in self._lanes:
+            self._lanes[name] = Lane(self.population.device)
+        return self._lanes[name]
 
     def _network(self, client: int) -> ClientNetwork:
         """The architecture's network, around which states are laid; phases set its modules' modes."""
@@ -242,26 +282,31 @@ class VectorizedEngine(LocalEngine):
             return [work(clients)]
         except torch.OutOfMemoryError:
             pass  # memory can be given back only after the error has let go of its frames
-        self._let_go()  # what other cohorts had left may have been in the way
+        return self._alone(clients, work)
+
+    def _alone(self, clients: list[int], work: Callable[[list[int]], Result]) -> list[Result]:
+        """The same without what other cohorts had left in memory, which may have been in the way."""
+        self._let_go()
         try:
             return [work(clients)]
         except torch.OutOfMemoryError:
             if len(clients) == 1:
                 raise
-        self._let_go()
         half = len(clients) // 2
         if half < self._limit:
             self._limit = half
             self._notes.append(f"{len(clients)} clients at once did not fit into memory; from now on {half} at most")
-        return [result for part in (clients[:half], clients[half:]) for result in self._fitting(part, work)]
+        return [result for part in (clients[:half], clients[half:]) for result in self._alone(part, work)]
 
     def _let_go(self) -> None:
         """Give back all memory that is only kept to be faster next time."""
+        if self.population.device.type == "cuda":
+            torch.cuda.synchronize()  # no graph goes while it runs
         self._steps.clear()
         self._stacks.clear()
+        self._lanes.clear()
         gc.collect()  # a failed capture may have left cycles that hold on to its memory
-        if self._pool is not None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self.population.device.type == "cuda":
             torch.cuda.empty_cache()
 
     # What can't be stacked --------------------------------------------------------------------------------------------
@@ -318,40 +363,20 @@ def unstackable(network: nn.Module) -> str | None:
     return None
 
 
-@dataclass
-class CapturedStep:
-    """A cohort's step, on CUDA captured as a graph that is replayed for every batch."""
+def visits(population: Population, client: int, phase: Phase) -> Tensor:
+    """How often samples of each class are visited in a phase."""
+    if phase.part == (0.0, 1.0):
+        return phase.epochs * population.counts[client]
+    labels = population.dataset.labels.cpu()[phase_samples(population, client, phase)]
+    return phase.epochs * torch.bincount(labels, minlength=population.task.classes)
 
-    step: stacked.PhaseStep
-    pool: Any
-    """Memory for what a step computes on the way; one for all graphs, because only one runs at a time."""
-    _inputs: State | None = None
-    _graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self, plan: stacked.Plan) -> None:
-        """All steps of a plan, from a fresh optimiser state."""
-        self.step.reset()
-        begin = 0
-        if plan.rows.is_cuda and self._graph is None and len(plan.rows) > 1:
-            begin = self._capture(plan)
-        for number in range(begin, len(plan.rows)):
-            if self._graph is None or self._inputs is None:
-                self.step(plan.at(number))
-                continue
-            for name, tensor in plan.at(number).items():
-                self._inputs[name].copy_(tensor)
-            self._graph.replay()
+@dataclass(frozen=True)
+class Begun:
+    """A cohort whose training in a round has been queued."""
 
-    def _capture(self, plan: stacked.Plan) -> int:
-        """Take the first step outside a graph, as a warm-up that counts, then capture; how many steps were taken."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.step(plan.at(0))
-        torch.cuda.current_stream().wait_stream(side)
-        self._inputs = {name: tensor.clone() for name, tensor in plan.at(0).items()}
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self.step(self._inputs)
-        self._graph = graph
-        return 1
+    clients: list[int]
+    state: State
+    phases: Sequence[Phase]
+    steps: list[stacked.PhaseStep]
+    """One per phase; they hold what came out."""
