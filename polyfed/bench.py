@@ -21,6 +21,7 @@ from polyfed.data import ClientData, Dataset
 from polyfed.engines import Engine, Population, new_engine
 from polyfed.errors import InputError
 from polyfed.federation import Federation
+from polyfed.methods.server_training import eager
 from polyfed.records import RunFolder
 
 CLASSES, IMAGES = 10, 640
@@ -165,13 +166,16 @@ def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up
 
 
 def plain_seconds(case: Case, device_name: str) -> float:
-    """The plain loop's seconds for the same steps: hand-written for Standalone, the sequential engine for others."""
+    """The plain loop's seconds for the same steps: hand-written for Standalone, the sequential engine for others.
+
+    Nothing is captured in either, on clients or on the server.
+    """
     device = find_device(device_name)
     if case.method == "standalone":
         config, clients = setting(case, "sequential", device_name)
         one_round = plain_round(clients, config.participants)
         return min(timed(one_round, device) for _ in range(2))
-    with federation(case, "sequential", device_name) as (run, _):
+    with federation(case, "sequential", device_name) as (run, _), eager():
         return min(timed(partial(run.round, number), device) for number in (1, 2))
 
 

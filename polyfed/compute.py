@@ -1,9 +1,9 @@
-"""How many threads an operation on the CPU uses."""
+"""How many threads an operation on the CPU uses, and how precisely networks multiply."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -17,3 +17,10 @@ def compute_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[object]:
+    """Inside, layers multiply in bfloat16 if asked to; losses, weights and updates stay in 32 bits."""
+    if not bf16:
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # a captured step can't use a cache

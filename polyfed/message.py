@@ -7,7 +7,7 @@ and counts ride beside them as metadata and are never counted as floats. Bytes a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -83,10 +83,13 @@ class Message:
         metadata = {name.removeprefix(_METADATA): t for name, t in entries.items() if name.startswith(_METADATA)}
         return Message(tensors, metadata)
 
-    def snapshot(self) -> Message:
-        """A copy on the CPU that shares no storage with anyone's live state."""
+    def snapshot(self, in_place: Collection[str] = ()) -> Message:
+        """A copy that shares no storage with anyone's live state, on the CPU but for the tensors named."""
         return Message(
-            {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()},
+            {
+                name: tensor.detach().clone() if name in in_place else tensor.detach().to("cpu", copy=True)
+                for name, tensor in self.tensors.items()
+            },
             {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.metadata.items()},
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from polyfed.compute import precision
 from polyfed.data import Dataset
 from polyfed.engines.batches import augment, epochs
 from polyfed.engines.local import Evaluation, prepare
@@ -22,7 +23,7 @@ from polyfed.engines.population import Population
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.network import ClientNetwork
-from polyfed.methods.statistics import ClassStatistics, class_covariances, means_from_sums
+from polyfed.methods.statistics import ClassStatistics, group_covariances, means_from_sums
 
 EVALUATION_SAMPLES = 8192
 """Samples of all clients together in one step of an evaluation."""
@@ -163,7 +164,8 @@ class PhaseStep:
         mask = batch["mask"]
         # A client that has finished gets a batch too, so that its loss is a number and its gradient exactly zero.
         given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("view"), drawn)
-        outcome = self._phase.loss(network, given)
+        with precision(batch["x"].device, bf16=self._training.bf16):
+            outcome = self._phase.loss(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
         total = torch.where(mask, values, 0.0).sum()
         mean = total / mask.sum().clamp(min=1)
@@ -242,18 +244,24 @@ def collect(
         return [None] * len(clients)
     rows = padded_rows([population.data[client].train for client in clients], population.device)
     parts = in_chunks(population.dataset, network, state, rows, wanted.of)
-    vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1)
-    labels = population.dataset.labels[rows.clamp(min=0)]
-    classes = population.task.classes
+    vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1).flatten(0, 1)
+    classes, groups = population.task.classes, len(clients) * population.task.classes
+    owner = torch.arange(len(clients), device=rows.device)[:, None]
+    group = owner * classes + population.dataset.labels[rows.clamp(min=0)]
+    group = torch.where(rows >= 0, group, groups).flatten()  # padding is a group of its own
+    sums = torch.zeros(groups + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)
+    sums.index_add_(0, group, vectors.double())
+    counts = torch.stack([population.counts[client] for client in clients])
+    found = means_from_sums(sums[:-1].cpu(), counts.flatten())
+    covariances: Sequence[Tensor | None] = [None] * len(clients)
+    seen = (counts > 0).sum(1).tolist()
     if wanted.covariance:
-        lengths = [len(population.data[client].train) for client in clients]
-        return [class_covariances(vectors[i, :n], labels[i, :n], classes) for i, n in enumerate(lengths)]
-    sums = torch.zeros(len(clients) * classes + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)
-    place = torch.arange(len(clients), device=rows.device)[:, None] * classes + labels
-    place = torch.where(rows >= 0, place, len(clients) * classes)  # padding goes into a row of its own
-    sums.index_add_(0, place.flatten(), vectors.flatten(0, 1).double())
-    table = sums[:-1].view(len(clients), classes, -1).cpu()
-    return [means_from_sums(table[i], population.counts[client]) for i, client in enumerate(clients)]
+        ordered = vectors[group.argsort(stable=True)[: int(counts.sum())]]
+        middle = found.means.to(vectors.device)
+        number = torch.arange(len(found.counts)).repeat_interleave(found.counts)
+        covariances = group_covariances(ordered - middle[number.to(vectors.device)], found.counts).split(seen)
+    labels, numbers, means = (part.split(seen) for part in (found.labels % classes, found.counts, found.means))
+    return [ClassStatistics(*own) for own in zip(labels, numbers, means, covariances, strict=True)]
 
 
 def evaluate(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from polyfed.compute import precision
 from polyfed.costs import ClientFlops
 from polyfed.data import ClientData
 from polyfed.engines.batches import epochs
@@ -81,7 +82,7 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
             statistics=collect(population, data, network),
             tracked=next((result.tracked for result in results if result.tracked), None),
         )
-        message = method.upload(answer).snapshot()
+        message = method.upload(answer).snapshot(method.heavy)
     losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
     return Reply(client, message, losses[0] if losses else float("nan"), flops.of_round(phases, data), tuple(notes))
 
@@ -114,7 +115,8 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
             if len(batch.y) == 1 and not single_allowed:
                 result.notes = [f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"]
                 continue
-            outcome = phase.loss(net, batch)
+            with precision(device, bf16=training.bf16):
+                outcome = phase.loss(net, batch)
             values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
             optimiser.zero_grad(set_to_none=True)
             values.mean().backward()

@@ -165,7 +165,7 @@ class VectorizedEngine(LocalEngine):
                 answer = Trained(
                     people.counts[client], round, state=states[i], statistics=statistics[i], tracked=tracked[i]
                 )
-                message = method.upload(answer).snapshot()
+                message = method.upload(answer).snapshot(method.heavy)
                 spent = flops.of_round(begun.phases, people.data[client])
                 replies.append(Reply(client, message, losses[i], spent, remarks[i]))
             # Only now, when memory can't run out any more: a cohort that is tried again starts from old states.

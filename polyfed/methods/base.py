@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from polyfed.message import Message, Schema, State
 from polyfed.methods.network import Batch, ClientNetwork
 from polyfed.methods.statistics import ClassStatistics
+from polyfed.methods.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
 from polyfed.seeds import seeded, torch_generator
 
@@ -61,6 +62,10 @@ class Training(BaseModel):
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty added to the gradient")
     clip: float | None = Field(None, gt=0, description="largest gradient norm of a trained module; none: no clipping")
     augment: bool = Field(False, description="random flip, erasing and crop of training images")
+    bf16: bool = Field(
+        False,
+        description="multiply in bfloat16 while training (weights stay 32-bit): faster on GPUs, less precise",
+    )
 
 
 @dataclass(frozen=True)
@@ -217,6 +222,8 @@ class Method:
     announces_classes: bool = False
     """Clients tell the server which classes they hold when they join, because `download` depends on it."""
     collect: Collect | None = None
+    heavy: ClassVar[tuple[str, ...]] = ()
+    """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 
     class Config(BaseModel):
         model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -242,7 +249,7 @@ class Method:
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
         """The loss of the default phase, per sample."""
-        return nn.functional.cross_entropy(net(batch.x), batch.y, reduction="none")
+        return cross_entropy(net(batch.x), batch.y)
 
     def upload(self, client: Trained) -> Message:
         """What leaves the client after training."""

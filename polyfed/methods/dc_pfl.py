@@ -25,7 +25,7 @@ from polyfed.methods.base import (
     Training,
 )  # fmt: skip
 from polyfed.methods.gaussians import Gaussians, diagonals, draw, pack, shares
-from polyfed.methods.server_training import check_finite, train_on_vectors
+from polyfed.methods.server_training import check_finite, take_steps, train_on_vectors
 from polyfed.methods.tools import (
     ClassVectors,
     class_vectors_schema,
@@ -46,6 +46,7 @@ class DCPFL(Method):
     paper = "Tang et al., IJCAI 2024"
     shares = "means and covariances of features per class, and class counts"
     requires = ("features", "head")
+    heavy = ("covariances",)
 
     class Config(Method.Config):
         weight: float = Field(
@@ -120,12 +121,11 @@ class DCPFL(Method):
             return
         config, header = self.config, server.modules["header"]
         train = partial(train_on_vectors, header, lr=config.server_lr)
-        # Eqs. 8 and 9 of the paper: one client after another, all its classes in one step.
-        for message in messages:
-            means, labels = message.tensors["means"], message.metadata["labels"]
-            train(means, labels, epochs=config.means_steps, batch_size=len(labels), generator=server.generator("means"))
         labels, counts = (torch.cat([message.metadata[name] for message in messages]) for name in ("labels", "counts"))
         means = torch.cat([message.tensors["means"] for message in messages])
+        # Eqs. 8 and 9 of the paper: one client after another, all its classes in one step.
+        own = torch.arange(len(labels)).split([len(message.metadata["labels"]) for message in messages])
+        take_steps(header, means, labels, [rows for rows in own for _ in range(config.means_steps)], config.server_lr)
         # Eq. 10. A class that no participant holds keeps its last mean.
         pooled, seen = mean_by_class(means, labels, counts, self.task.classes)
         server.state.update(store_vectors(server.state, "means", pooled, seen))

@@ -106,8 +106,8 @@ def draw(
     holders = torch.bincount(sent.labels, minlength=len(amounts)).tolist()
     vectors = []
     for amount, factor in zip(amounts.tolist(), by_class.split(holders), strict=True):
-        noise = torch.randn(amount, len(factor) * rows.shape[1], dtype=rows.dtype, generator=generator)
-        vectors.append(noise.to(device) @ factor.flatten(0, 1))
+        noise = torch.randn(amount, len(factor) * rows.shape[1], generator=generator)
+        vectors.append(noise.to(rows) @ factor.flatten(0, 1))
     labels = torch.arange(len(amounts)).repeat_interleave(amounts)
     return means.float()[labels] + torch.cat(vectors).float().cpu(), labels
 

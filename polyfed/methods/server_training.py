@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
+from polyfed.methods.tools import cross_entropy
 
+_eager = ContextVar("eager", default=False)
 _WORTH_A_GRAPH = 100
 """Steps from which capturing one as a GPU graph costs less than it saves."""
 _WORTH_THREADS = 50_000_000
@@ -33,6 +37,30 @@ def train_on_vectors(
     The loss gives one value per vector and is by default the cross entropy of the module's output. `work` is about how
     many multiplications a step takes; none: as if every weight met every vector, forth and back.
     """
+    work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
+
+    def chunks() -> Iterator[Tensor]:
+        for _ in range(epochs):
+            yield from torch.randperm(len(vectors), generator=generator).to(vectors.device).split(batch_size)
+
+    steps = epochs * -(-len(vectors) // batch_size)
+    size = batch_size if steps >= _WORTH_A_GRAPH else None
+    with compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
+        values = take_steps(module, vectors, labels, chunks(), lr, loss=loss, captured=size)
+    return float(torch.cat(values[-(steps // epochs) :]).mean())
+
+
+def take_steps(
+    module: nn.Module,
+    vectors: Tensor,
+    labels: Tensor,
+    chunks: Iterable[Tensor],
+    lr: float,
+    *,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+    captured: int | None = None,
+) -> list[Tensor]:
+    """A step of SGD on the vectors of each chunk; returns their losses. On a GPU, steps of one size can be captured."""
     loss_of = loss or classification_loss
     optimiser = torch.optim.SGD(module.parameters(), lr)
 
@@ -44,21 +72,26 @@ def train_on_vectors(
         return values.detach()
 
     run: Callable[[Tensor], Tensor] = step
-    if vectors.is_cuda and epochs * (len(vectors) // batch_size) >= _WORTH_A_GRAPH:
-        run = _Replayed(step, batch_size)
-    work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
-    values: list[Tensor] = []
-    with compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
-        for _ in range(epochs):
-            order = torch.randperm(len(vectors), generator=generator).to(vectors.device)
-            values = [run(chunk) for chunk in order.split(batch_size)]
+    if vectors.is_cuda and captured and not _eager.get():
+        run = _Replayed(step, captured)
+    values = [run(chunk) for chunk in chunks]
     optimiser.zero_grad()
-    return float(torch.cat(values).mean())
+    return values
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Inside, the server launches its kernels one by one, as a plain loop does; to compare with."""
+    token = _eager.set(True)
+    try:
+        yield
+    finally:
+        _eager.reset(token)
 
 
 def classification_loss(module: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of the module's output, per vector."""
-    return nn.functional.cross_entropy(module(vectors), labels, reduction="none")
+    return cross_entropy(module(vectors), labels)
 
 
 def check_finite(module: nn.Module, what: str, round: int, lr: float) -> None:

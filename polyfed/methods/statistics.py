@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+_LARGEST_BLOCK = 1 << 27
+"""Numbers in the covariances and vectors that are worked on at once."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,30 @@ def means_from_sums(sums: Tensor, counts: Tensor) -> ClassStatistics:
 
 def class_covariances(vectors: Tensor, labels: Tensor, classes: int) -> ClassStatistics:
     """Means and unbiased covariances of the vectors of each class."""
-    statistics = class_means(vectors, labels, classes)
-    if vectors.is_cuda:  # which may round the factors of a 32-bit product to 10 bits
-        vectors = vectors.double()
-    seen, size = len(statistics.labels), vectors.shape[1]
-    grouped = vectors[labels.argsort(stable=True)] - statistics.means.repeat_interleave(statistics.counts, 0)
-    covariances = torch.empty(seen, size, size, dtype=vectors.dtype, device=vectors.device)
-    for row, away in enumerate(grouped.split(statistics.counts.tolist())):
-        covariances[row] = away.T @ away
-    covariances /= (statistics.counts - 1).clamp(min=1)[:, None, None]
-    return ClassStatistics(statistics.labels, statistics.counts, statistics.means, covariances.float())
+    found = class_means(vectors, labels, classes)
+    grouped = vectors[labels.argsort(stable=True)] - found.means.repeat_interleave(found.counts, 0)
+    return replace(found, covariances=group_covariances(grouped, found.counts.cpu()))
+
+
+def group_covariances(away: Tensor, counts: Tensor) -> Tensor:
+    """Unbiased covariances [groups, size, size] of vectors, given as distances from their group's mean, by group.
+
+    Groups of about one size are multiplied at once. On a GPU in 64 bits, because it may round the factors of a 32-bit
+    product to 10 bits, and a few sizes are enough there: shorter groups are filled up with zeros.
+    """
+    device, size = away.device, away.shape[1]
+    widths = counts
+    if away.is_cuda:
+        away, widths = away.double(), 2 ** counts.double().log2().ceil().long()
+    starts = counts.cumsum(0) - counts
+    covariances = torch.empty(len(counts), size, size, device=device)
+    for width in widths.unique().tolist():
+        at_once = max(1, _LARGEST_BLOCK // (size * (size + width)))
+        for groups in (widths == width).nonzero().flatten().split(at_once):
+            places = torch.arange(width).expand(len(groups), -1)
+            inside = (places < counts[groups, None])[..., None]
+            rows = (starts[groups, None] + places).clamp(max=len(away) - 1)
+            block = torch.where(inside.to(device), away[rows.to(device)], 0.0)
+            divisors = (counts[groups] - 1).clamp(min=1)[:, None, None]
+            covariances[groups.to(device)] = (block.mT @ block / divisors.to(device)).float()
+    return covariances

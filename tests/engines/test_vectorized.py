@@ -57,6 +57,19 @@ def test_uneven_cases_agree_with_the_plain_loop(tmp_path: Path, settings: dict[s
     assert_agree(tmp_path, "fedproto", **settings)
 
 
+def test_bf16_is_coarser_but_the_same_on_both_engines(tmp_path: Path) -> None:
+    def losses(engine: Any, **training: Any) -> Any:
+        rounds, _, _ = run(tmp_path / str(training), engine, "fedproto", models=(support.Wide,), training=training)
+        return rounds.loss_mean.to_numpy()
+
+    exact, loop, stacked = (
+        losses(SequentialEngine), losses(SequentialEngine, bf16=True), losses(VectorizedEngine, bf16=True)
+    )  # fmt: skip
+    assert abs(loop - exact).max() > 1e-5
+    assert loop == pytest.approx(exact, rel=0.05)
+    assert stacked == pytest.approx(loop, rel=0.02)
+
+
 def test_a_scalar_parameter_is_clipped_like_any_other(tmp_path: Path) -> None:
     assert_agree(tmp_path, "fedapen", lr=0.01, rounds=3, training={"clip": 0.1, "momentum": 0.9})
 
