@@ -16,7 +16,6 @@ chosen without looking at the test samples. NAME is an option of the method; tra
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
 import re
@@ -28,12 +27,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from curves import draw_all
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -42,16 +42,18 @@ from polyfed import METHODS, __version__
 from polyfed.assemble import find_device
 from polyfed.bench import processor
 from polyfed.cli import parse_settings  # so that --set means here what it means there
-from polyfed.config import experiment, merged
+from polyfed.config import PRESETS, experiment, merged
 from polyfed.data import load_dataset
 from polyfed.errors import InputError, PolyfedError
 from polyfed.records import RunFolder
 
 PASSED_ON: dict[str, Any] = {
     "rounds": 30, "data": "cifar10", "clients": 10, "participation": 1.0, "classes_per_client": 2, "models": "papers",
-    "batch_size": 64, "lr": 0.01, "epochs": 1, "device": "auto", "engine": "auto",
+    "device": "auto", "engine": "auto", "eval_every": 1,
 }  # fmt: skip
 """Options that go to `polyfed run` as they are, with their defaults."""
+TRAINING: dict[str, Any] = {"batch_size": 64, "lr": 0.01, "epochs": 1}
+"""The same, where no preset says otherwise."""
 
 NOT_NUMBERS = {"data_folder", "engine", "device", "workers", "memory_budget", "checkpoint_every"}
 """Settings that may differ between a run and the one that is asked for: they only say where and how it runs."""
@@ -64,13 +66,6 @@ FLOATS = {"upload_floats": "floats\nup", "download_floats": "floats\ndown"}
 
 MACHINE = "machine.txt"
 """What a run ran on, in its folder: a reused run may come from elsewhere."""
-
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-"""Okabe and Ito's, which colour-blind people can tell apart, without the black and the pale yellow."""
-STYLES = (
-    {"linestyle": "-", "marker": "o"}, {"linestyle": "-.", "marker": "s"}, {"linestyle": ":", "marker": "^"},
-)  # fmt: skip
-"""After six methods the colours come again with the next of these."""
 
 console = Console(width=150, highlight=False)  # wide enough for all columns, so that no number is cut
 
@@ -123,11 +118,17 @@ def new_jobs(options: argparse.Namespace) -> list[Job]:
         sets.insert(0, f"data_folder={options.data_folder}")
     jobs = []
     for method, value, seed in product(options.methods, dict.fromkeys(values.split(",")), options.seeds):
-        given = {name: getattr(options, name) for name in PASSED_ON} | {"seed": seed}
+        given = passed_on(options) | {"seed": seed}
         tried = [f"{option if '.' in option else f'method.{option}'}={value}"] if option else []
         name = re.sub(r"[^\w.+-]", "_", f"{method}-{option}-{value}-seed{seed}" if option else f"{method}-seed{seed}")
         jobs.append(Job(value or method, method, seed, options.out / name, given, sets + tried))
     return jobs
+
+
+def passed_on(options: argparse.Namespace) -> dict[str, Any]:
+    """The setting, as `polyfed run` takes it."""
+    names = [*PASSED_ON, "preset"] if options.preset else [*PASSED_ON, *TRAINING]
+    return {name: getattr(options, name) for name in names}
 
 
 def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> dict[str, str]:
@@ -186,6 +187,7 @@ def result_of(job: Job) -> dict[str, Any]:
     row |= {name: summary[name] for name in ACCURACIES if name in summary}
     row |= accuracies_of(folder.evaluations())
     row |= {name: summary[name] / (config.participants * config.rounds) for name in FLOATS}
+    row["seconds"] = summary["seconds"]
     row["replies_left_out"] = int((rounds["participants"] - rounds["replies"]).sum())
     return row
 
@@ -264,14 +266,7 @@ def write_summary(options: argparse.Namespace, jobs: Sequence[Job], runs: pd.Dat
     (folder / "learning.md").write_text(markdown(options, runs, machines, failed), encoding="utf-8")
     curves = curves_of(jobs)
     curves.to_csv(folder / "curves.csv", index=False, float_format="%.6g")
-    methods = list(curves["method"].unique())
-    others = [method for method in methods if method != "standalone"]
-    looks = [{**style, "color": colour, "markersize": 4} for style in STYLES for colour in COLOURS]
-    styles = dict(zip(others, cycle(looks), strict=False)) | {"standalone": {"color": "black", "linestyle": "--"}}
-    draw(curves, methods, styles, folder / "curves.png", (9, 6), setting(options))
-    for method in others:
-        shown = [name for name in ("standalone", method) if name in methods]
-        draw(curves, shown, styles, folder / f"curve-{method}.png", (6, 3.6), f"{method} on {options.data}")
+    draw_all(curves, folder, setting(options), options.data)
     console.print(f"results are in {folder}", soft_wrap=True)
 
 
@@ -283,7 +278,7 @@ def markdown(options: argparse.Namespace, runs: pd.DataFrame, machines: set[str]
     failed = "".join(f"\n- {name} failed: {error.splitlines()[-1]}" for name, error in failures.items())
     return f"""# Do the methods learn?
 
-{", ".join(f"{name} {getattr(options, name)}" for name in PASSED_ON).replace("_", " ")}.
+{", ".join(f"{name} {value}" for name, value in passed_on(options).items()).replace("_", " ")}.
 
 Accuracy in percent, mean over clients, then mean ± sample standard deviation over seeds. "Best on test" picks the round
 by looking at the test samples, so it is too kind; "classifier alone" stands where a method itself predicts in another
@@ -299,35 +294,6 @@ way. Floats are per participant and round, averaged over all rounds.
 """
 
 
-def draw(
-    curves: pd.DataFrame, methods: Sequence[str], styles: dict[str, Any], path: Path, inches: tuple[float, float],
-    title: str,
-) -> None:  # fmt: skip
-    """Accuracy over rounds as a small PNG, 100 pixels to an inch."""
-    from matplotlib.figure import Figure  # used without pyplot, it draws with Agg and needs no screen
-    from matplotlib.ticker import MaxNLocator
-    from PIL import Image
-
-    figure = Figure(figsize=inches, dpi=100, layout="constrained")
-    axes = figure.subplots()
-    for method in methods:
-        own = curves[curves["method"] == method]
-        middle, around, style = 100 * own["accuracy"], 100 * own["std"].fillna(0), styles[method]
-        axes.plot(own["round"], middle, label=method, linewidth=1.6, markevery=max(1, len(own) // 8), **style)
-        axes.fill_between(own["round"], middle - around, middle + around, color=style["color"], alpha=0.1, linewidth=0)
-    axes.set(xlabel="round", ylabel="accuracy on test samples (%)")
-    axes.set_title(title, fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    if len(methods) > 4:
-        figure.legend(loc="outside right center", frameon=False, handlelength=3)
-    else:
-        axes.legend(loc="best", frameon=False, handlelength=3)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
-
-
 def seeds(text: str) -> list[int]:
     return list(dict.fromkeys(int(seed) for seed in text.split(",")))
 
@@ -337,8 +303,9 @@ def read_options() -> argparse.Namespace:
     default = ",".join(name for name in METHODS if name != "fedavg")
     parser.add_argument("--methods", default=default, metavar="A,B,…", help="default: all but fedavg")
     parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], metavar="0,1,…", help="default: 0,1,2")
-    for name, value in PASSED_ON.items():
+    for name, value in (PASSED_ON | TRAINING).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="default: %(default)s")
+    parser.add_argument("--preset", choices=PRESETS, help="training settings of the papers, instead of the three above")
     parser.add_argument("--data-folder", type=Path, help="where datasets are; default: $POLYFED_DATA or ./data")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side; about 12 on a GPU with 16 cores")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="as of polyfed run")

@@ -1,9 +1,11 @@
-"""How many threads an operation on the CPU uses, and how precisely networks multiply."""
+"""How operations are done: by how many threads of the CPU, how precisely, captured as a graph on the GPU."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -24,3 +26,16 @@ def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[obj
     if not bf16:
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # a captured step can't use a cache
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """Inside, work on the GPU goes into the graph instead of being done."""
+    collects = gc.isenabled()
+    gc.disable()  # it could find an old graph to destroy, which a capture does not survive
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        if collects:
+            gc.enable()

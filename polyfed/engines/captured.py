@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from polyfed.compute import capturing
 from polyfed.engines.cohort import PhaseStep, Plan
 from polyfed.message import State
 
@@ -42,7 +43,7 @@ class Lane:
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Inside, work on this lane goes into a graph instead of being done."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+        with capturing(graph, pool=self._pool, stream=self.stream):
             yield graph
 
 

@@ -95,6 +95,10 @@ class VectorizedEngine(LocalEngine):
                 scores |= part
         return {client: scores[client] for client in sorted(scores)}
 
+    def close(self) -> None:
+        self._let_go()
+        super().close()
+
     # Cohorts ----------------------------------------------------------------------------------------------------------
 
     def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:

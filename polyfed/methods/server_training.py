@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from polyfed.compute import compute_threads
+from polyfed.compute import capturing, compute_threads
 from polyfed.errors import DivergedError
 from polyfed.methods.tools import cross_entropy
 
@@ -141,6 +141,6 @@ class _Replayed:
         self._chunk = chunk.clone()
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with capturing(graph, capture_error_mode="thread_local"):
             self._values = self._step(self._chunk)
         return graph
