@@ -9,6 +9,8 @@ several), the ratio to the plain loop, the share of time outside training, and p
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -17,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,41 +33,42 @@ from polyfed.bench import processor
 from polyfed.config import experiment
 from polyfed.data import Dataset
 from polyfed.engines import Population, new_engine
-from polyfed.engines.store import size
 from polyfed.federation import Federation
+from polyfed.models import Models
 from polyfed.records import RunFolder
 
 CLIENTS, IMAGES, BATCH, LR, CLASSES = 10, 640, 64, 0.01, 10
 
 
-def noise_data() -> Dataset:
-    """CIFAR-sized random images, enough for 640 training images in each of ten clients."""
+def noise_data(images: int) -> Dataset:
+    """CIFAR-sized random images, so many for each of ten clients."""
     generator = torch.Generator().manual_seed(0)
-    count = CLIENTS * IMAGES
-    images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    return Dataset("noise", images, torch.arange(count) % CLASSES, CLASSES, (0.5,) * 3, (0.25,) * 3)
+    count = CLIENTS * images
+    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return Dataset("noise", pixels, torch.arange(count) % CLASSES, CLASSES, (0.5,) * 3, (0.25,) * 3)
 
 
-def setting(method: str, engine: str) -> tuple[Any, Population]:
+def setting(method: str, engine: str, images: int = IMAGES, models: Models | None = None) -> tuple[Any, Population]:
     """The experiment and its clients."""
     config = experiment(
         method=method, data="python:noise", models="papers", clients=CLIENTS, partition="iid", split="1:0:0",
         rounds=1000, batch_size=BATCH, lr=LR, engine=engine, device="cpu", eval_every=10_000, checkpoint_every=10_000,
     )  # fmt: skip
-    return config, assemble(config, noise_data())
+    return config, assemble(config, noise_data(images), models)
 
 
 def plain_round(clients: Population, method: str) -> Callable[[], None]:
     """The same steps as a person would write them: one client after another, on all cores."""
     networks = [clients.new_network(client).model for client in range(CLIENTS)]
-    prototypes = torch.zeros(CLASSES, 500)
+    width = clients.task.feature_size
+    prototypes = torch.zeros(CLASSES, width)
     scale, shift = 1 / (255 * 0.25), -0.5 / 0.25
 
     def batch(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return clients.dataset.images[indices].float() * scale + shift, clients.dataset.labels[indices]
 
     def one_round() -> None:
-        sums, counts = torch.zeros(CLASSES, 500), torch.zeros(CLASSES)
+        sums, counts = torch.zeros(CLASSES, width), torch.zeros(CLASSES)
         for client, network in enumerate(networks):
             samples = clients.data[client].train
             optimiser = torch.optim.SGD(network.parameters(), LR)
@@ -176,34 +180,72 @@ def measure(method: str, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def memory() -> dict[str, float]:
-    """Peak memory of rounds beyond what PyTorch takes to train at all, against data plus models; in its own process."""
-    tiny = nn.Sequential(nn.Conv2d(3, 2, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 2))
-    tiny(torch.zeros(2, 3, 32, 32)).sum().backward()  # loads what PyTorch loads at its first step
-    before = resident("VmRSS")
+def memory(kind: str) -> dict[str, float]:
+    """Peak memory of three FedProto rounds, of `polyfed` or the `plain` loop, against data plus models.
+
+    It counts from a process that has already trained a tiny federation in the same way and given back what was free,
+    so code that is loaded on first use is left out and all that grows with data, networks, batches and workers counts.
+    """
+    tiny = nn.Sequential(nn.Conv2d(3, 2, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, CLASSES))
+    three_rounds(kind, images=2, models=tiny)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before, used = resident("VmRSS"), in_use()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    config, clients = setting("fedproto", "threads")
-    runner = new_engine("threads", clients)
-    with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config))
-        for number in (1, 2, 3):
-            federation.round(number)
-    peak = resident("VmHWM") - before
-    needed = clients.dataset.images.numel() + sum(size(runner.get_state(client)) for client in range(CLIENTS))
-    return {"needed": needed, "peak": peak, "ratio": peak / needed}
+    with Highest(in_use) as highest:
+        needed = three_rounds(kind, IMAGES)
+    peak, allocated = resident("VmHWM") - before, highest.seen - used
+    return {"needed": needed, "peak": allocated, "ratio": allocated / needed, "resident": peak}
 
 
-def plain_memory() -> dict[str, float]:
-    """The same for the plain loop."""
-    tiny = nn.Sequential(nn.Conv2d(3, 2, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 2))
-    tiny(torch.zeros(2, 3, 32, 32)).sum().backward()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    _, clients = setting("fedproto", "sequential")
-    one_round = plain_round(clients, "fedproto")
-    for _ in range(3):
-        one_round()
-    return {"peak": resident("VmHWM") - before}
+def three_rounds(kind: str, images: int, models: Models | None = None) -> int:
+    """Train with so many images per client; the bytes that data and models take."""
+    config, clients = setting("fedproto", "threads", images, models)
+    if kind == "plain":
+        one_round = plain_round(clients, "fedproto")
+        for _ in range(3):
+            one_round()
+    else:
+        with tempfile.TemporaryDirectory() as folder, closing(new_engine("threads", clients)) as runner:
+            federation = Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config))
+            for number in (1, 2, 3):
+                federation.round(number)
+    return clients.dataset.images.numel() + 4 * sum(clients.parameters(client) for client in range(CLIENTS))
+
+
+class Highest:
+    """Watches a number from a thread of its own and remembers the highest it has seen."""
+
+    def __init__(self, number: Callable[[], int]) -> None:
+        self.seen = 0
+        self._number = number
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Highest:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.0003):
+            self.seen = max(self.seen, self._number())
+
+
+class _Mallinfo(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
+def in_use() -> int:
+    """Bytes that are allocated at this moment, without what the C library (glibc) keeps for reuse."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
 
 
 def resident(name: str) -> int:
@@ -219,7 +261,7 @@ def main() -> None:
     parser.add_argument("--memory", choices=["polyfed", "plain"], help="measure memory only, in this process")
     options = parser.parse_args()
     if options.memory:
-        print(json.dumps(memory() if options.memory == "polyfed" else plain_memory()))
+        print(json.dumps(memory(options.memory)))
         return
     rows = [row for method in ("standalone", "fedproto") for row in measure(method, options.repeats)]
     peak, plain = (in_own_process("--memory", kind) for kind in ("polyfed", "plain"))

@@ -1,10 +1,11 @@
-"""How operations are done: by how many threads of the CPU, how precisely, captured as a graph on the GPU."""
+"""How operations are done: by how many threads, how precisely, captured as a graph on the GPU; and freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ def compute_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def return_memory() -> None:
+    """Give freed memory back to the system, where the C library (glibc) would keep it for reuse."""
+    with suppress(AttributeError, OSError, TypeError):  # other C libraries
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[object]:

@@ -54,6 +54,12 @@ def epochs(population: Population, client: int, phase: Phase, round: int) -> Ite
         yield new_epoch(population, samples, phase, generator)
 
 
+def batches(population: Population, client: int, phase: Phase, round: int) -> Iterator[Batch]:
+    """All batches of a client in one phase of one round."""
+    for epoch in epochs(population, client, phase, round):
+        yield from epoch.batches(population)
+
+
 def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:
     """The training samples a phase sees: all, or a part of them that is the same in every round."""
     samples = population.data[client].train

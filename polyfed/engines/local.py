@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from polyfed.compute import precision
 from polyfed.costs import ClientFlops
 from polyfed.data import ClientData
-from polyfed.engines.batches import epochs
+from polyfed.engines.batches import batches
 from polyfed.engines.population import Population, state_of
+from polyfed.engines.sgd import sgd
 from polyfed.errors import DivergedError
 from polyfed.message import Message, State
 from polyfed.methods.base import Batch, Phase, Reply, Trained
@@ -101,29 +102,21 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     training, device = population.training, population.device
     result = PhaseResult()
     groups = prepare(net, phase)
-    parameters = [parameter for group in groups for parameter in group]
-    optimiser = torch.optim.SGD(
-        parameters, phase.lr or training.lr, training.momentum, weight_decay=training.weight_decay
-    )
     single_allowed = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in net.modules())
     bounded = [(parameter, phase.bounds[name]) for name, parameter in net.named_parameters() if name in phase.bounds]
     visited, total = 0, torch.zeros((), device=device)
     sums: Tensor | None = None
     counts = torch.zeros(population.task.classes, dtype=torch.int64, device=device)
-    for epoch in epochs(population, client, phase, round):
-        for batch in epoch.batches(population):
+    with sgd(groups, phase.lr or training.lr, training) as step:
+        for batch in batches(population, client, phase, round):
             if len(batch.y) == 1 and not single_allowed:
                 result.notes = [f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"]
                 continue
             with precision(device, bf16=training.bf16):
                 outcome = phase.loss(net, batch)
             values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
-            optimiser.zero_grad(set_to_none=True)
             values.mean().backward()
-            if training.clip is not None:
-                for group in groups:
-                    nn.utils.clip_grad_norm_(group, training.clip)
-            optimiser.step()
+            step()
             for parameter, (low, high) in bounded:
                 parameter.data.clamp_(low, high)
             visited += len(batch.y)
@@ -132,8 +125,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
                 sums = torch.zeros(len(counts), vectors.shape[1], device=device).double() if sums is None else sums
                 sums.index_add_(0, batch.y, vectors.detach().double())
                 counts += torch.bincount(batch.y, minlength=len(counts))
-        check_finite(float(total), client, round, phase.name)
-    optimiser.zero_grad(set_to_none=True)
+    check_finite(float(total), client, round, phase.name)
     net.requires_grad_(False)
     result.loss = float(total) / visited if visited else float("nan")
     result.tracked = means_from_sums(sums, counts) if sums is not None else None

@@ -24,16 +24,16 @@ def convolutional(
     layers: dict[str, nn.Module] = {
         "conv1": nn.Conv2d(channels, filters[0], kernel_size=5),
         "pool1": nn.MaxPool2d(2),
-        "relu1": nn.ReLU(),
+        "relu1": nn.ReLU(inplace=True),
         "conv2": nn.Conv2d(filters[0], filters[1], kernel_size=5),
         "pool2": nn.MaxPool2d(2),
-        "relu2": nn.ReLU(),
+        "relu2": nn.ReLU(inplace=True),
         "flatten": nn.Flatten(),
     }
     size = filters[1] * _side_after(height, input_shape, name) * _side_after(width, input_shape, name)
     for number, wide in enumerate(widths, start=1):
         layers[f"fc{number}"] = nn.Linear(size, wide)
-        layers[f"relu{number + 2}"] = nn.ReLU()
+        layers[f"relu{number + 2}"] = nn.ReLU(inplace=True)
         size = wide
     layers["match"] = nn.Identity()
     return nn.Sequential(OrderedDict(layers))

@@ -1,0 +1,70 @@
+"""How a client's parameters move: SGD that starts anew in every phase, in little memory where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.errors import RunError
+from polyfed.methods.base import Training
+
+
+@contextmanager
+def sgd(groups: Sequence[Sequence[nn.Parameter]], lr: float, training: Training) -> Iterator[Callable[[], None]]:
+    """Inside, call what it gives after every `backward`: it takes the step and drops the gradients.
+
+    `groups` are the parameters of each trained module; gradients are clipped module by module. On a CPU, and unless
+    they are clipped, each parameter takes its step as soon as its gradient is there: gradients never fill memory all
+    together, and each is used while it is still in the cache. The numbers are those of torch.optim.SGD in both cases.
+    """
+    parameters = [parameter for group in groups for parameter in group]
+    if training.clip is None and all(parameter.device.type == "cpu" for parameter in parameters):
+        with _early_steps(parameters, lr, training.momentum, training.weight_decay):
+            yield lambda: None
+        return
+    optimiser = torch.optim.SGD(parameters, lr, training.momentum, weight_decay=training.weight_decay)
+
+    def step() -> None:
+        if training.clip is not None:
+            for group in groups:
+                nn.utils.clip_grad_norm_(group, training.clip)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    yield step
+
+
+@contextmanager
+def _early_steps(parameters: Sequence[nn.Parameter], lr: float, momentum: float, decay: float) -> Iterator[None]:
+    moments: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def step(parameter: nn.Parameter) -> None:
+        direction = parameter.grad
+        if direction is None:  # a parameter of two trained modules has had its step
+            return
+        parameter.grad = None
+        if decay:
+            direction = direction.add(parameter, alpha=decay)
+        if momentum:
+            before = moments.get(parameter)
+            direction = direction.clone() if before is None else before.mul_(momentum).add_(direction)
+            moments[parameter] = direction
+        parameter.add_(direction, alpha=-lr)
+
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in parameters]
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise RunError(
+                "a loss uses a trained parameter without its gradient (detach), but the parameter has already taken "
+                "its step when the loss comes back to it: use a copy of it, parameter.detach().clone()."
+            ) from error
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()

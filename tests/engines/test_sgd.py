@@ -1,0 +1,84 @@
+"""Steps that are taken as soon as a gradient is there: the numbers of torch.optim.SGD, bit by bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyfed.engines import sgd as module
+from polyfed.engines.sgd import sgd
+from polyfed.errors import RunError
+from polyfed.methods.base import Training
+from tests import support
+
+
+class Tied(nn.Module):
+    """One matrix is used twice, and one parameter not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.out, self.unused = nn.Linear(5, 5), nn.Linear(5, 2), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.twice(self.twice(x).tanh()))
+        return logits
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_the_numbers_of_torch_s_sgd(momentum: float, decay: float, clip: float | None) -> None:
+    torch.manual_seed(0)
+    network, other = Tied(), Tied()
+    other.load_state_dict(network.state_dict())
+    optimiser = torch.optim.SGD(other.parameters(), 0.1, momentum, weight_decay=decay)
+    parameters = [*network.parameters()]
+    with sgd([parameters], 0.1, Training(momentum=momentum, weight_decay=decay, clip=clip)) as step:
+        for x in torch.randn(5, 4, 5):
+            network(x).square().mean().backward()
+            step()
+            assert all(parameter.grad is None for parameter in parameters)
+            optimiser.zero_grad()
+            other(x).square().mean().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(other.parameters(), clip)
+            optimiser.step()
+    for one, two in zip(network.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+    network(torch.randn(4, 5)).mean().backward()
+    assert network.out.weight.grad is not None  # outside, gradients stay
+
+
+def test_a_parameter_of_two_trained_modules_takes_one_step() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    before = layer.weight.item()
+    with sgd([[layer.weight], [layer.weight]], 0.1, Training()) as step:
+        layer(torch.ones(1, 1)).sum().backward()
+        step()
+    assert layer.weight.item() == pytest.approx(before - 0.1)
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedapen", "fedkd", "pfedes"])
+def test_runs_with_early_steps_and_without(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"rounds": 2, "training": {"momentum": 0.9, "weight_decay": 1e-3}}
+    runs = [support.federation(tmp_path / "early", method, **settings)]
+    runs[0].run()
+    monkeypatch.setattr(module, "_early_steps", None)
+    with pytest.raises(TypeError):  # so the first run took them
+        support.federation(tmp_path / "broken", method, **settings).run()
+    settings["training"]["clip"] = 1e9  # type: ignore[index]
+    runs.append(support.federation(tmp_path / "late", method, **settings))
+    runs[1].run()
+    for client in range(runs[0].config.clients):
+        one, two = (run.engine.get_state(client) for run in runs)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_loss_that_needs_a_parameter_after_its_step_is_told_what_to_do() -> None:
+    network = Tied()
+    with pytest.raises(RunError, match="clone"), sgd([[*network.parameters()]], 0.1, Training()):
+        hidden = network.twice(torch.randn(4, 5))
+        late = hidden @ network.out.weight.detach().T
+        (late.mean() + network.out(hidden.detach()).mean()).backward()
+    assert not network.out.weight._post_accumulate_grad_hooks
