@@ -20,14 +20,24 @@ STYLES = (
 
 def draw_all(curves: pd.DataFrame, folder: Path, title: str, data: str) -> None:
     """curves.png and curve-METHOD.png of a frame with the columns method, round, accuracy and std."""
-    methods = list(curves["method"].unique())
-    others = [method for method in methods if method != "standalone"]
+    draw_one(curves, folder / "curves.png", title)
+    styles = styles_of(curves)
+    for method in styles:
+        if method != "standalone":
+            shown = [name for name in ("standalone", method) if name in set(curves["method"])]
+            draw(curves, shown, styles, folder / f"curve-{method}.png", (6, 3.6), f"{method} on {data}")
+
+
+def draw_one(curves: pd.DataFrame, path: Path, title: str) -> None:
+    """All methods of the frame in one picture."""
+    draw(curves, list(curves["method"].unique()), styles_of(curves), path, (9, 6), title)
+
+
+def styles_of(curves: pd.DataFrame) -> dict[str, Any]:
+    """How each method's line looks."""
+    others = [method for method in curves["method"].unique() if method != "standalone"]
     looks = [{**style, "color": colour, "markersize": 4} for style in STYLES for colour in COLOURS]
-    styles = dict(zip(others, cycle(looks), strict=False)) | {"standalone": {"color": "black", "linestyle": "--"}}
-    draw(curves, methods, styles, folder / "curves.png", (9, 6), title)
-    for method in others:
-        shown = [name for name in ("standalone", method) if name in methods]
-        draw(curves, shown, styles, folder / f"curve-{method}.png", (6, 3.6), f"{method} on {data}")
+    return dict(zip(others, cycle(looks), strict=False)) | {"standalone": {"color": "black", "linestyle": "--"}}
 
 
 def draw(
