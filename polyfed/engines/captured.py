@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from polyfed.compute import capturing
 from polyfed.engines.cohort import PhaseStep, Plan
 from polyfed.message import State
+
+WORTH_A_GRAPH = 20
+"""Steps of a smaller cohort from which capturing them costs less than to take them with all clients."""
 
 
 class Lane:
@@ -48,52 +51,74 @@ class Lane:
 
 
 class CapturedStep:
-    """A cohort's step; in its lane on a GPU it is captured once and then replayed for every batch."""
+    """A cohort's step; in its lane on a GPU it is captured once and then replayed for every batch.
+
+    Clients come in the order of their samples, so those that have finished are the last ones; when half of the cohort
+    has finished, only the other half takes further steps.
+    """
 
     def __init__(self, step: PhaseStep, lane: Lane, most_steps: int) -> None:
         self.step = step
         self._lane = lane
         self._most_steps = most_steps
+        self._parts = {len(step.total): step}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._asked: Counter[int] = Counter()
+        self._begun = False
         self._inputs: State = {}
-        self._number = torch.zeros(())
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._number = torch.zeros(1, dtype=torch.int64, device=step.total.device)
 
     def run(self, plan: Plan) -> None:
         """Queue all steps of a plan, from a fresh optimiser state."""
         self.step.reset()
-        if self._graph is None:
-            done = self._first_steps(plan)
-        else:
-            done = 0
-            self._load(plan)
-        for _ in range(done, len(plan.rows)):
-            assert self._graph is not None
-            self._graph.replay()
-
-    def _first_steps(self, plan: Plan) -> int:
-        """Take all steps as they are, or on a GPU only the first, as a warm-up that counts, and capture the next."""
-        self.step.set_modes()
-        steps = len(plan.rows)
-        worth = self._lane.stream is not None and steps > 1
-        for number in range(1 if worth else steps):
-            self.step(plan.at(number))
-        if not worth:
-            return steps
-        self._inputs = {n: t.new_empty(self._most_steps, *t.shape[1:]) for n, t in plan.inputs.items()}
-        self._number = torch.zeros(1, dtype=torch.int64, device=plan.rows.device)
         self._load(plan)
-        self._number += 1
-        with self._lane.capture() as graph:
-            self.step({name: self._current(tensor) for name, tensor in self._inputs.items()})
-            self._number += 1
-        self._graph = graph
-        return 1
+        for active in plan.active:
+            count = self._count(active)
+            if count in self._graphs:
+                self._graphs[count].replay()
+                continue
+            self.step.set_modes()
+            self._take(count)  # a warm-up that counts
+            if self._lane.stream is not None:
+                with self._lane.capture() as graph:
+                    self._take(count)
+                self._graphs[count] = graph
 
     def _load(self, plan: Plan) -> None:
-        """Put a plan where the graph looks for it, and begin with its first step."""
+        """Put a plan where the steps look for it, and begin with its first."""
         for name, tensor in plan.inputs.items():
+            if name not in self._inputs:
+                self._inputs[name] = tensor.new_empty(self._most_steps, *tensor.shape[1:])
             self._inputs[name][: len(tensor)].copy_(tensor)
         self._number.zero_()
 
-    def _current(self, tensor: Tensor) -> Tensor:
-        return tensor.index_select(0, self._number)[0]
+    def _take(self, count: int) -> None:
+        """The next step, for the first clients; it reads its own number from memory, so a graph of it can too."""
+        inputs = {name: t[:, :count].index_select(0, self._number)[0] for name, t in self._inputs.items()}
+        self._parts[count](inputs)
+        self._number += 1
+        self._begun = True
+
+    def _count(self, active: int) -> int:
+        """How many clients take a step in which so many have a batch."""
+        full = len(self.step.total)
+        count = bucket(active, full)
+        if count in self._parts:
+            return count
+        self._asked[count] += 1
+        worth = self._lane.stream is None or self._asked[count] > WORTH_A_GRAPH
+        if not (worth and self._begun):  # the first step of all makes what parts share
+            return full
+        self._parts[count] = self.step.leading(count)
+        return count
+
+
+def bucket(active: int, full: int) -> int:
+    """All clients, or half of them, or half of those …: the least that is enough.
+
+    >>> [bucket(active, 10) for active in (10, 6, 5, 3, 1)]
+    [10, 10, 5, 3, 1]
+    """
+    while active <= -(-full // 2) < full:
+        full = -(-full // 2)
+    return full

@@ -8,7 +8,9 @@ finished and does not move.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,7 @@ class Applied(nn.Module):
         with PoolingInPlace():
             return self._function(self.network, *arguments)
 
-    def on(self, state: State) -> Callable[..., object]:
+    def on(self, state: State) -> Callable[..., Any]:
         """The function with the network in this state."""
         named = {f"network.{name}": tensor for name, tensor in state.items()}
         return lambda *arguments: functional_call(self, named, arguments)
@@ -53,6 +55,8 @@ class Plan:
 
     rows: Tensor
     """Sample numbers; −1 where there is none."""
+    active: list[int]
+    """For each step, the number of clients up to the last one that has a batch."""
     extras: State = field(default_factory=dict)
     """Draws that go with the samples: `first.flip`, `second.flip`, `drawn.noise`."""
 
@@ -85,8 +89,9 @@ def new_plan(population: Population, clients: Sequence[int], width: int, size: i
                     extras[name] = torch.zeros(steps, size, width, *tensor.shape[1:], dtype=tensor.dtype)
                 extras[name][start:stop, column] = _in_batches(tensor, width, 0)
             start = stop
+    active = ((rows >= 0).any(2) * torch.arange(1, size + 1)).amax(1).tolist() if steps else []
     device = population.device
-    return Plan(rows.to(device), {name: tensor.to(device) for name, tensor in extras.items()})
+    return Plan(rows.to(device), active, {name: tensor.to(device) for name, tensor in extras.items()})
 
 
 def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
@@ -120,6 +125,7 @@ class PhaseStep:
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
         self.total = torch.zeros(size, device=population.device)
         self.sums: Tensor | None = None
+        self._unsure = training.weight_decay > 0
 
     def set_modes(self) -> None:
         """Set the network's modules to training or evaluation, as the phase wants them; others have changed them."""
@@ -134,10 +140,23 @@ class PhaseStep:
         for tensor in self.momentum.values():
             tensor.zero_()
 
+    def leading(self, count: int) -> PhaseStep:
+        """The same step for the first clients only, on the same tensors."""
+        part = copy(self)
+        part.trained, part.frozen, part.momentum = (
+            {name: tensor[:count] for name, tensor in state.items()}
+            for state in (self.trained, self.frozen, self.momentum)
+        )
+        part.total = self.total[:count]
+        part.sums = None if self.sums is None else self.sums[:count]
+        return part
+
     def __call__(self, inputs: State) -> None:
         rows = inputs["rows"]
         mask = rows >= 0
         batch = self._batch(rows, inputs) | {"mask": mask}
+        if self._unsure:
+            self._leave_out_unreached(batch)
         gradients, seen = self._gradient(self.trained, self.frozen, batch)
         self._update(gradients, mask.any(1))
         self.total += seen["total"]
@@ -171,8 +190,22 @@ class PhaseStep:
         mean = total / mask.sum().clamp(min=1)
         return mean, {"total": total} if vectors is None else {"total": total, "vectors": vectors}
 
-    def _client_loss(self, trained: State, frozen: State, batch: State) -> object:
-        return self._loss.on({**trained, **frozen})(batch)
+    def _client_loss(self, trained: State, frozen: State, batch: State) -> tuple[Tensor, State]:
+        outcome: tuple[Tensor, State] = self._loss.on({**trained, **frozen})(batch)
+        return outcome
+
+    def _leave_out_unreached(self, batch: State) -> None:
+        """A parameter that the loss does not depend on has no gradient and does not decay either, as in the loop."""
+        frozen, first = ({name: tensor[0] for name, tensor in state.items()} for state in (self.frozen, batch))
+        trained = {name: tensor[0].clone().requires_grad_() for name, tensor in self.trained.items()}
+        mean, _ = self._client_loss(trained, frozen, first)
+        gradients = torch.autograd.grad(mean, list(trained.values()), allow_unused=True)
+        for name, gradient in zip(trained, gradients, strict=True):
+            if gradient is None:
+                self.frozen[name] = self.trained.pop(name)
+                self.momentum.pop(name, None)
+        self._groups = [[name for name in group if name in self.trained] for group in self._groups]
+        self._unsure = False
 
     def _update(self, gradients: State, active: Tensor) -> None:
         """SGD as torch.optim has it, for clients that have a batch in this step; a few kernels for all parameters."""
@@ -195,7 +228,7 @@ class PhaseStep:
         else:
             torch._foreach_add_(parameters, directions, alpha=-self._lr)
         for name, (low, high) in self._phase.bounds.items():
-            self.trained[name].clamp_(low, high)
+            (self.trained | self.frozen)[name].clamp_(low, high)
 
     def _clipped(self, gradients: State, largest: float) -> State:
         """Each client's gradient, shortened module by module where it is longer than that."""

@@ -138,6 +138,7 @@ class VectorizedEngine(LocalEngine):
 
     def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> Begun:
         """Queue all that a cohort trains in this round, and wait for nothing."""
+        clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
         with self._lane(clients[0]).entered():
             state = self._stack(clients, round, downloads, keep=True)
             phases = self.population.method.phases()

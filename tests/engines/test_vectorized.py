@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
-from polyfed.engines.cohort import new_plan
+from polyfed.engines.cohort import PhaseStep, new_plan
 from polyfed.methods import METHODS
 from polyfed.methods.base import Phase
 from tests import support
@@ -131,6 +132,24 @@ def test_awkward_networks_give_the_plain_loop_s_numbers(tmp_path: Path, network:
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
 
 
+class PartlyUnused(support.Wide):
+    """One of its layers is never used."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(input_shape, classes)
+        self.spare = torch.nn.Linear(2, 2)
+
+
+def test_a_parameter_without_gradient_does_not_decay(tmp_path: Path) -> None:
+    training = {"weight_decay": 0.1, "momentum": 0.5, "clip": 1.0}
+    settings = {"models": (PartlyUnused,), "training": training}
+    assert_agree(tmp_path, "standalone", **settings)
+    _, _, federation = run(tmp_path / "again", VectorizedEngine, "standalone", **settings)
+    first = federation.population.new_network(0).state_dict()
+    for name, tensor in federation.engine.get_state(0).items():
+        assert torch.equal(tensor, first[name]) == ("spare" in name)
+
+
 def test_clients_without_test_samples_are_no_error(tmp_path: Path) -> None:
     rounds, _, _ = run(tmp_path, VectorizedEngine, "fedproto", split="1:0:0")
     assert rounds.accuracy_mean.isna().all()
@@ -182,6 +201,28 @@ def test_a_finished_client_does_not_move(tmp_path: Path) -> None:
     engine.train(1, {shortest: support.Message()})
     for name, tensor in engine.get_state(shortest).items():
         torch.testing.assert_close(together.get_state(shortest)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_finished_clients_take_no_part_in_further_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = support.population("fd", models=(support.Wide,), clients=5, batch_size=2, epochs=2)
+    kept = (3, 12, 1, 4, 2)
+    shorter = [replace(own, train=own.train[:count]) for own, count in zip(clients.data, kept, strict=True)]
+    clients = replace(clients, data=shorter)
+    original, sizes = PhaseStep.__call__, []
+
+    def counted(self: PhaseStep, inputs: Any) -> None:
+        sizes.append(len(inputs["rows"]))
+        original(self, inputs)
+
+    monkeypatch.setattr(PhaseStep, "__call__", counted)
+    nothing = {client: support.Message() for client in range(5)}
+    expected, actual = (engine(clients).train(1, nothing) for engine in (SequentialEngine, VectorizedEngine))
+    # Two copies of one client try whether it can be stacked; then steps of 2, 6, 1, 2, 1 batches, twice.
+    assert sizes == [2, 5, 5, 3, 3, *[1] * 8]
+    for one, two in zip(actual, expected, strict=True):
+        assert (one.client, one.loss) == (two.client, pytest.approx(two.loss, rel=1e-4))
+        for name, tensor in two.message.tensors.items():  # FD averages what it saw in every step
+            torch.testing.assert_close(one.message.tensors[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_plan_pads_with_rows_that_are_no_samples() -> None:
