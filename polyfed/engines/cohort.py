@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 
 from polyfed.compute import precision
 from polyfed.data import Dataset
-from polyfed.engines.batches import augment, epochs
+from polyfed.engines.batches import Epoch, augment, epochs
 from polyfed.engines.local import Evaluation, prepare
 from polyfed.engines.pooling import PoolingInPlace
 from polyfed.engines.population import Population
@@ -72,34 +72,39 @@ class Plan:
 
 def new_plan(population: Population, clients: Sequence[int], width: int, size: int, phase: Phase, round: int) -> Plan:
     """All batches of these clients in a phase, padded to a common number of steps and to `size` clients."""
-    per_client = [list(epochs(population, client, phase, round)) for client in clients]
-    steps = max((sum(-(-len(e.samples) // width) for e in each) for each in per_client), default=0)
-    rows = torch.full((steps, size, width), -1, dtype=torch.int64)
-    extras: State = {}
-    for column, each in enumerate(per_client):
-        start = 0
-        for epoch in each:
-            stop = start + -(-len(epoch.samples) // width)
-            rows[start:stop, column] = _in_batches(epoch.samples, width, -1)
-            draws = {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
-            for view, drawn in zip(("first", "second"), epoch.augmentations, strict=False):
-                draws |= {f"{view}.{name}": tensor for name, tensor in drawn.items()}
-            for name, tensor in draws.items():
-                if name not in extras:
-                    extras[name] = torch.zeros(steps, size, width, *tensor.shape[1:], dtype=tensor.dtype)
-                extras[name][start:stop, column] = _in_batches(tensor, width, 0)
-            start = stop
+    tables = [_table(list(epochs(population, client, phase, round)), width) for client in clients]
+    steps = max((len(table["rows"]) for table in tables if table), default=0)
+    inputs: State = {"rows": torch.full((steps, size, width), -1)}
+    for column, table in enumerate(tables):
+        for name, values in table.items():
+            if name not in inputs:
+                inputs[name] = values.new_zeros(steps, size, *values.shape[1:])
+            inputs[name][: len(values), column] = values
+    rows = inputs.pop("rows")
     active = ((rows >= 0).any(2) * torch.arange(1, size + 1)).amax(1).tolist() if steps else []
     device = population.device
-    return Plan(rows.to(device), active, {name: tensor.to(device) for name, tensor in extras.items()})
+    return Plan(rows.to(device), active, {name: tensor.to(device) for name, tensor in inputs.items()})
+
+
+def _table(passes: Sequence[Epoch], width: int) -> State:
+    """A client's passes over its samples, with all that was drawn for them, by name: [batches, width, …]."""
+    named = []
+    for epoch in passes:
+        draws = {"rows": epoch.samples} | {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
+        for view, changes in zip(("first", "second"), epoch.augmentations, strict=False):
+            draws |= {f"{view}.{name}": tensor for name, tensor in changes.items()}
+        named.append(draws)
+    stacked = {name: torch.stack([draws[name] for draws in named]) for name in (named[0] if named else ())}
+    return {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in stacked.items()}
 
 
 def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
-    """Values of samples cut into batches [batches, width, …], the last one filled up."""
-    count = -(-len(values) // width)
-    filled = torch.full((count * width, *values.shape[1:]), filler, dtype=values.dtype)
-    filled[: len(values)] = values
-    return filled.view(count, width, *values.shape[1:])
+    """Values of samples in several passes cut into batches [all batches, width, …], the last of a pass filled up."""
+    passes, count = values.shape[:2]
+    batches = -(-count // width)
+    filled = torch.full((passes, batches * width, *values.shape[2:]), filler, dtype=values.dtype)
+    filled[:, :count] = values
+    return filled.view(passes * batches, width, *values.shape[2:])
 
 
 class PhaseStep:
