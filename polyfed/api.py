@@ -105,7 +105,8 @@ def run(
     population = assemble(config, None if isinstance(data, str) else data, None if isinstance(models, str) else models)
     temporary = tempfile.TemporaryDirectory(prefix="polyfed-run-") if out is None else None
     folder = RunFolder.create(Path(temporary.name if temporary else str(out)), config)
-    return _go(config, population, folder, watcher, temporary)
+    with folder.owned():
+        return _go(config, population, folder, watcher, temporary)
 
 
 def resume(
@@ -115,9 +116,10 @@ def resume(
     folder = RunFolder.open(Path(path))
     config = folder.config
     population = assemble(config, data, models)
-    if folder.finished:
-        return Result(folder, folder.summary(), population)
-    return _go(config, population, folder, watcher, None)
+    with folder.owned():
+        if folder.finished:
+            return Result(folder, folder.summary(), population)
+        return _go(config, population, folder, watcher, None)
 
 
 def _go(

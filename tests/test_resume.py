@@ -153,6 +153,19 @@ class StopAfterTwo(Watcher):
         self.stop_requested = round == 2
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such locks")
+def test_a_run_that_is_going_on_is_left_alone(tmp_path: Path) -> None:
+    class Impatient(Watcher):
+        """Tries to resume the run that it watches."""
+
+        def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+            with pytest.raises(polyfed.InputError, match="another process is working on"):
+                polyfed.resume(tmp_path / "run")
+
+    polyfed.run("standalone", clients=2, rounds=2, out=tmp_path / "run", watcher=Impatient(), device="cpu")
+    assert polyfed.resume(tmp_path / "run").rounds["round"].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("method", polyfed.METHODS)
 def test_every_method_goes_on_from_its_checkpoint(tmp_path: Path, method: str) -> None:
     """The server's networks and states, the clients' modules and all seeds come back."""

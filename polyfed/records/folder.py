@@ -15,7 +15,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,23 @@ class RunFolder:
         if not (path / "config.yaml").is_file():
             raise InputError(f"'{path}' holds no run: it has no config.yaml.")
         return cls(path)
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Inside, no other process can go on with this run. One that dies lets go of it."""
+        with (self.path / "config.yaml").open("rb") as file:
+            if sys.platform != "win32":
+                import fcntl
+
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise InputError(
+                        f"another process is working on '{self.path}'; wait until it has ended, or stop it first."
+                    ) from error
+                except OSError:
+                    pass  # a file system without locks
+            yield
 
     # Writing ----------------------------------------------------------------------------------------------------
 
