@@ -41,7 +41,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()  # it could find an old graph to destroy, which a capture does not survive
     try:
-        with torch.cuda.graph(graph, **options):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):  # others may use the GPU meanwhile
             yield
     finally:
         if collects:

@@ -122,6 +122,25 @@ class Federation:
 
     def round(self, number: int) -> None:
         """One round, from the choice of participants to its records."""
+        row, training_seconds = self._train_and_fuse(number)
+        if number % self.config.eval_every == 0 or number == self.config.rounds:
+            row |= self._evaluate(number)
+            self.folder.add_round(row)
+        self.folder.add_event("round", **row, training_seconds=training_seconds)
+        self.watcher.on_round(number, row if "accuracy_mean" in row else None)
+        if row["replies"] < self.config.min_replies:
+            self.checkpoint()
+            raise RunError(
+                f"round {number} has {row['replies']} sound replies and needs {self.config.min_replies} (min_replies); "
+                f"the reasons are in {self.folder.path / 'events.jsonl'}, and `polyfed resume {self.folder.path}` goes "
+                "on with the next round."
+            )
+
+    def _train_and_fuse(self, number: int) -> tuple[dict[str, Any], float]:
+        """The round without its evaluation: its record, and how many seconds clients trained.
+
+        Messages live no longer than this: some are large.
+        """
         begin = time.perf_counter()
         self.server.round = number
         participants = self.participants(number)
@@ -130,8 +149,7 @@ class Federation:
         trained = time.perf_counter()
         self.progress.stale |= set(participants)
         sound = self._sound(number, replies)
-        enough = len(sound) >= self.config.min_replies
-        if enough:
+        if len(sound) >= self.config.min_replies:
             self.method.aggregate(self.server, sound)
         notes = [f"client {reply.client}: {note}" for reply in replies for note in reply.notes]
         for note in notes + self.server.notes:
@@ -154,18 +172,7 @@ class Federation:
             "replies": len(sound),
             **costs,
         }
-        if number % self.config.eval_every == 0 or number == self.config.rounds:
-            row |= self._evaluate(number)
-            self.folder.add_round(row)
-        self.folder.add_event("round", **row, training_seconds=round(trained - begin, 4))
-        self.watcher.on_round(number, row if "accuracy_mean" in row else None)
-        if not enough:
-            self.checkpoint()
-            raise RunError(
-                f"round {number} has {len(sound)} sound replies and needs {self.config.min_replies} (min_replies); the "
-                f"reasons are in {self.folder.path / 'events.jsonl'}, and `polyfed resume {self.folder.path}` goes on "
-                "with the next round."
-            )
+        return row, round(trained - begin, 4)
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; every other is noted with its reason."""

@@ -52,7 +52,7 @@ class Engine(ABC):
 
     @abstractmethod
     def get_state(self, client: int) -> State:
-        """A client's state, to be written into a checkpoint or handed to its owner."""
+        """A client's state, to be written into a checkpoint or handed to its owner; further training changes it."""
 
     @abstractmethod
     def set_state(self, client: int, state: State) -> None:
@@ -86,7 +86,8 @@ class LocalEngine(Engine):
         return self.store.get(client)
 
     def set_state(self, client: int, state: State) -> None:
-        self.store.put(client, {name: tensor.to(self.population.device) for name, tensor in state.items()})
+        own = {name: tensor.to(self.population.device, copy=True) for name, tensor in state.items()}
+        self.store.put(client, own)
 
     def close(self) -> None:
         self.store.close()

@@ -12,7 +12,7 @@ from polyfed.compute import capturing
 from polyfed.engines.cohort import PhaseStep, Plan
 from polyfed.message import State
 
-WORTH_A_GRAPH = 20
+WORTH_A_SHAPE = 20
 """Steps of a smaller cohort from which capturing them costs less than to take them with all clients."""
 
 
@@ -106,7 +106,7 @@ class CapturedStep:
         if count in self._parts:
             return count
         self._asked[count] += 1
-        worth = self._lane.stream is None or self._asked[count] > WORTH_A_GRAPH
+        worth = self._lane.stream is None or self._asked[count] > WORTH_A_SHAPE
         if not (worth and self._begun):  # the first step of all makes what parts share
             return full
         self._parts[count] = self.step.leading(count)

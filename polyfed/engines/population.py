@@ -43,7 +43,12 @@ class Population:
     @cached_property
     def counts(self) -> list[Tensor]:
         """Training samples per class of every client."""
-        return [torch.bincount(self.dataset.labels[d.train].cpu(), minlength=self.task.classes) for d in self.data]
+        return [torch.bincount(self.labels[d.train], minlength=self.task.classes) for d in self.data]
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """All samples' classes, on the CPU."""
+        return self.dataset.labels.cpu()
 
     def knowledge(self, client: int, round: int) -> Knowledge:
         """What the client knows of its data in that round."""

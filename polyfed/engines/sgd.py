@@ -20,10 +20,10 @@ def sgd(groups: Sequence[Sequence[nn.Parameter]], lr: float, training: Training)
     they are clipped, each parameter takes its step as soon as its gradient is there: gradients never fill memory all
     together, and each is used while it is still in the cache. The numbers are those of torch.optim.SGD in both cases.
     """
-    parameters = [parameter for group in groups for parameter in group]
+    parameters = list(dict.fromkeys(parameter for group in groups for parameter in group))
     if training.clip is None and all(parameter.device.type == "cpu" for parameter in parameters):
-        with _early_steps(parameters, lr, training.momentum, training.weight_decay):
-            yield lambda: None
+        with _early_steps(parameters, lr, training.momentum, training.weight_decay) as stepped:
+            yield stepped.clear
         return
     optimiser = torch.optim.SGD(parameters, lr, training.momentum, weight_decay=training.weight_decay)
 
@@ -38,14 +38,23 @@ def sgd(groups: Sequence[Sequence[nn.Parameter]], lr: float, training: Training)
 
 
 @contextmanager
-def _early_steps(parameters: Sequence[nn.Parameter], lr: float, momentum: float, decay: float) -> Iterator[None]:
+def _early_steps(
+    parameters: Sequence[nn.Parameter], lr: float, momentum: float, decay: float
+) -> Iterator[set[nn.Parameter]]:
+    """Gives the parameters that have taken their step; to be cleared after every `backward`."""
     moments: dict[nn.Parameter, Tensor] = {}
+    stepped: set[nn.Parameter] = set()
 
     @torch.no_grad()
     def step(parameter: nn.Parameter) -> None:
         direction = parameter.grad
-        if direction is None:  # a parameter of two trained modules has had its step
-            return
+        assert direction is not None
+        if parameter in stepped:
+            raise RunError(
+                "a parameter got its gradient in two parts, as from torch.utils.checkpoint with use_reentrant=True: "
+                "give it use_reentrant=False."
+            )
+        stepped.add(parameter)
         parameter.grad = None
         if decay:
             direction = direction.add(parameter, alpha=decay)
@@ -57,12 +66,13 @@ def _early_steps(parameters: Sequence[nn.Parameter], lr: float, momentum: float,
 
     hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in parameters]
     try:
-        yield
+        yield stepped
     except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
+        if "modified by an inplace operation" in str(error) and stepped:
             raise RunError(
-                "a loss uses a trained parameter without its gradient (detach), but the parameter has already taken "
-                "its step when the loss comes back to it: use a copy of it, parameter.detach().clone()."
+                "backward needs a tensor that was changed meanwhile: either the network changes one in place, or the "
+                "loss uses a trained parameter without its gradient after the parameter has taken its step; then take "
+                "a copy, parameter.detach().clone()."
             ) from error
         raise
     finally:

@@ -51,10 +51,10 @@ class ClientStore:
             return {name: tensor.clone() for name, tensor in self.get(client).items()}
 
     def room(self, client: int, like: State) -> State:
-        """Tensors like these to write the client's next state into, its present ones if they are in memory."""
+        """Tensors like these for the client's next state, to give back with `put`: its present ones if in memory."""
         with self._lock:
             if client in self._states:
-                return self._remove(client)
+                return self._states[client]
             return {name: torch.empty_like(tensor) for name, tensor in like.items()}
 
     def put(self, client: int, state: State) -> None:

@@ -11,7 +11,7 @@ change its statistics), with dropout (its masks come from one generator per clie
 from __future__ import annotations
 
 import gc
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +54,8 @@ class VectorizedEngine(LocalEngine):
         self._one_by_one: dict[str, str] = {}
         self._checked: set[str] = set()
         self._limit = LARGEST_COHORT
+        self._apart = True
+        """Architectures have lanes of their own."""
         self._owners = Counter(architecture.name for architecture in population.architectures)
         self._longest: dict[str, int] = {}
         for data, architecture in zip(population.data, population.architectures, strict=True):
@@ -76,7 +78,7 @@ class VectorizedEngine(LocalEngine):
         # Cohorts of one architecture use the same memory, so they train one after another; all others side by side.
         waiting = self._cohorts(downloads, stackable=True)
         while waiting:
-            wave = {self._architecture(clients[0]): clients for clients in reversed(waiting)}
+            wave = {self._lane_name(clients[0]): clients for clients in reversed(waiting)}
             for answers in self._train_side_by_side(list(wave.values()), downloads, round):
                 keep(answers)
             waiting = [clients for clients in waiting if clients[0] not in replies]
@@ -96,8 +98,10 @@ class VectorizedEngine(LocalEngine):
         return {client: scores[client] for client in sorted(scores)}
 
     def close(self) -> None:
-        self._let_go()
-        super().close()
+        try:
+            self._let_go()
+        finally:
+            super().close()
 
     # Cohorts ----------------------------------------------------------------------------------------------------------
 
@@ -116,19 +120,23 @@ class VectorizedEngine(LocalEngine):
         self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
     ) -> Iterator[list[Reply]]:
         """Queue the work of all cohorts, each on its lane, before waiting for the first."""
-        begun: list[Begun] = []
+        begun: deque[Begun] = deque()
         too_large: list[list[int]] = []
         for clients in cohorts:
             try:
                 begun.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
-        for work in begun:
+        while begun:
+            work = begun.popleft()
             try:
                 yield self._finish(work, round)
             except torch.OutOfMemoryError:
                 too_large.append(work.clients)
-        begun.clear()
+            del work  # with its memory, which those that are tried again may need
+        if too_large and len(cohorts) > 1 and self._apart:
+            self._apart = False
+            self._notes.append("not all architectures fit into memory side by side; from now on one after another")
         for clients in too_large:
             again = partial(self._train_stacked, downloads=downloads, round=round)
             yield [reply for part in self._alone(clients, again) for reply in part]
@@ -139,14 +147,15 @@ class VectorizedEngine(LocalEngine):
     def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> Begun:
         """Queue all that a cohort trains in this round, and wait for nothing."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
+        phases, width, size = self.population.method.phases(), self._width(clients[0]), self._size(clients)
         with self._lane(clients[0]).entered():
+            # All plans first: to bring one to a GPU waits until the phase before has been trained.
+            plans = [stacked.new_plan(self.population, clients, width, size, phase, round) for phase in phases]
             state = self._stack(clients, round, downloads, keep=True)
-            phases = self.population.method.phases()
-            return Begun(clients, state, phases, [self._train_phase(clients, state, phase, round) for phase in phases])
+            pairs = zip(phases, plans, strict=True)
+            return Begun(clients, state, phases, [self._train_phase(clients, state, phase, p) for phase, p in pairs])
 
-    def _train_phase(self, clients: list[int], state: State, phase: Phase, round: int) -> stacked.PhaseStep:
-        size = len(next(iter(state.values())))
-        plan = stacked.new_plan(self.population, clients, self._width(clients[0]), size, phase, round)
+    def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: stacked.Plan) -> stacked.PhaseStep:
         captured = self._captured(clients[0], state, phase)
         captured.run(plan)
         return captured.step
@@ -173,7 +182,7 @@ class VectorizedEngine(LocalEngine):
                 message = method.upload(answer).snapshot(method.heavy)
                 spent = flops.of_round(begun.phases, people.data[client])
                 replies.append(Reply(client, message, losses[i], spent, remarks[i]))
-            # Only now, when memory can't run out any more: a cohort that is tried again starts from old states.
+            # Last of all: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, states)
         lane.join()
         return replies
@@ -234,14 +243,10 @@ class VectorizedEngine(LocalEngine):
             state = kept
             for name, tensor in state.items():
                 torch.stack([s[name] for s in padded], out=tensor)
-        moved: dict[int, Message] = {}
         for index, client in enumerate(clients):
-            if client not in downloads:
-                continue
-            message = downloads[client]
-            message = moved.setdefault(id(message), local.on_device(message, self.population.device))
-            mine = {name: tensor[index] for name, tensor in state.items()}
-            local.receive(self.population, client, mine, message, round)
+            if client in downloads:
+                mine = {name: tensor[index] for name, tensor in state.items()}
+                local.receive(self.population, client, mine, downloads[client], round)
         return state
 
     def _size(self, clients: list[int]) -> int:
@@ -270,8 +275,11 @@ class VectorizedEngine(LocalEngine):
         self._steps.move_to_end(key)
         return self._steps[key]
 
+    def _lane_name(self, client: int) -> str:
+        return self._architecture(client) if self._apart else "all"
+
     def _lane(self, client: int) -> Lane:
-        name = self._architecture(client)
+        name = self._lane_name(client)
         if name not in self._lanes:
             self._lanes[name] = Lane(self.population.device)
         return self._lanes[name]
@@ -297,11 +305,12 @@ class VectorizedEngine(LocalEngine):
         except torch.OutOfMemoryError:
             if len(clients) == 1:
                 raise
+        self._let_go()
         half = len(clients) // 2
         if half < self._limit:
             self._limit = half
             self._notes.append(f"{len(clients)} clients at once did not fit into memory; from now on {half} at most")
-        return [result for part in (clients[:half], clients[half:]) for result in self._alone(part, work)]
+        return [result for part in (clients[:half], clients[half:]) for result in self._fitting(part, work)]
 
     def _let_go(self) -> None:
         """Give back all memory that is only kept to be faster next time."""
@@ -372,11 +381,11 @@ def visits(population: Population, client: int, phase: Phase) -> Tensor:
     """How often samples of each class are visited in a phase."""
     if phase.part == (0.0, 1.0):
         return phase.epochs * population.counts[client]
-    labels = population.dataset.labels.cpu()[phase_samples(population, client, phase)]
+    labels = population.labels[phase_samples(population, client, phase)]
     return phase.epochs * torch.bincount(labels, minlength=population.task.classes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Begun:
     """A cohort whose training in a round has been queued."""
 

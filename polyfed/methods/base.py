@@ -194,7 +194,7 @@ class Server:
 
     seed: int
     device: torch.device = torch.device("cpu")
-    """Where heavy work may be done; the state and all messages are on the CPU."""
+    """Where heavy work may be done; the state and all messages but their `heavy` tensors are on the CPU."""
     round: int = 0
     state: State = field(default_factory=dict)
     modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)

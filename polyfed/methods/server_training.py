@@ -14,7 +14,7 @@ from polyfed.errors import DivergedError
 from polyfed.methods.tools import cross_entropy
 
 _eager = ContextVar("eager", default=False)
-_WORTH_A_GRAPH = 100
+_WORTH_CAPTURING = 100
 """Steps from which capturing one as a GPU graph costs less than it saves."""
 _WORTH_THREADS = 50_000_000
 """Multiplications in a step from which several CPU threads are quicker than one that never waits for another."""
@@ -44,9 +44,8 @@ def train_on_vectors(
             yield from torch.randperm(len(vectors), generator=generator).to(vectors.device).split(batch_size)
 
     steps = epochs * -(-len(vectors) // batch_size)
-    size = batch_size if steps >= _WORTH_A_GRAPH else None
-    with compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
-        values = take_steps(module, vectors, labels, chunks(), lr, loss=loss, captured=size)
+    size = batch_size if steps >= _WORTH_CAPTURING else None
+    values = take_steps(module, vectors, labels, chunks(), lr, loss=loss, captured=size, work=work)
     return float(torch.cat(values[-(steps // epochs) :]).mean())
 
 
@@ -59,8 +58,12 @@ def take_steps(
     *,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
     captured: int | None = None,
+    work: int = 0,
 ) -> list[Tensor]:
-    """A step of SGD on the vectors of each chunk; returns their losses. On a GPU, steps of one size can be captured."""
+    """A step of SGD on the vectors of each chunk; returns their losses.
+
+    On a GPU, steps of the size `captured` become a graph. A step with little `work` is quickest on one thread.
+    """
     loss_of = loss or classification_loss
     optimiser = torch.optim.SGD(module.parameters(), lr)
 
@@ -74,7 +77,8 @@ def take_steps(
     run: Callable[[Tensor], Tensor] = step
     if vectors.is_cuda and captured and not _eager.get():
         run = _Replayed(step, captured)
-    values = [run(chunk) for chunk in chunks]
+    with compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
+        values = [run(chunk) for chunk in chunks]
     optimiser.zero_grad()
     return values
 
@@ -113,6 +117,7 @@ class _Replayed:
         self._step = step
         self._size = size
         self._plain_steps = 3
+        self._side = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._chunk = torch.empty(0)
         self._values = torch.empty(0)
@@ -130,17 +135,16 @@ class _Replayed:
         return self._values.clone()
 
     def _on_side_stream(self, chunk: Tensor) -> Tensor:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
             values = self._step(chunk)
-        current.wait_stream(side)
+        current.wait_stream(self._side)
         return values
 
     def _capture(self, chunk: Tensor) -> torch.cuda.CUDAGraph:
         self._chunk = chunk.clone()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile.
-        with capturing(graph, capture_error_mode="thread_local"):
+        with capturing(graph):
             self._values = self._step(self._chunk)
         return graph

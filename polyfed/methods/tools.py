@@ -20,7 +20,8 @@ SAMPLES = {"samples": Counts((1,))}
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy, one value per sample."""
     # Not PyTorch's, which looks for labels to ignore: many small kernels when clients train as one.
-    return -nn.functional.log_softmax(logits, 1).gather(1, labels[:, None])[:, 0]
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return -nn.functional.log_softmax(logits, 1, dtype=exact).gather(1, labels[:, None])[:, 0]
 
 
 def distance(a: Tensor, b: Tensor, kind: Literal["euclidean", "mse"] = "euclidean") -> Tensor:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from polyfed.engines import sgd as module
 from polyfed.engines.sgd import sgd
@@ -50,10 +51,11 @@ def test_the_numbers_of_torch_s_sgd(momentum: float, decay: float, clip: float |
     assert network.out.weight.grad is not None  # outside, gradients stay
 
 
-def test_a_parameter_of_two_trained_modules_takes_one_step() -> None:
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_a_parameter_of_two_trained_modules_takes_one_step(clip: float | None) -> None:
     layer = nn.Linear(1, 1, bias=False)
     before = layer.weight.item()
-    with sgd([[layer.weight], [layer.weight]], 0.1, Training()) as step:
+    with sgd([[layer.weight], [layer.weight]], 0.1, Training(clip=clip)) as step:
         layer(torch.ones(1, 1)).sum().backward()
         step()
     assert layer.weight.item() == pytest.approx(before - 0.1)
@@ -82,3 +84,16 @@ def test_a_loss_that_needs_a_parameter_after_its_step_is_told_what_to_do() -> No
         late = hidden @ network.out.weight.detach().T
         (late.mean() + network.out(hidden.detach()).mean()).backward()
     assert not network.out.weight._post_accumulate_grad_hooks
+
+
+def test_gradients_that_come_in_parts_are_no_silent_error() -> None:
+    layer = nn.Linear(5, 5)
+    x = torch.randn(4, 5, requires_grad=True)
+    with pytest.raises(RunError, match="use_reentrant=False"), sgd([[*layer.parameters()]], 0.1, Training()):
+        once = checkpoint(layer, x, use_reentrant=True)
+        checkpoint(layer, once, use_reentrant=True).mean().backward()
+    with sgd([[*layer.parameters()]], 0.1, Training()) as step:
+        for _ in range(2):
+            once = checkpoint(layer, x, use_reentrant=False)
+            checkpoint(layer, once, use_reentrant=False).mean().backward()
+            step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ import pandas as pd
 import pytest
 import torch
 
+from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.cohort import PhaseStep, new_plan
 from polyfed.methods import METHODS
 from polyfed.methods.base import Phase
+from polyfed.methods.tools import cross_entropy
 from tests import support
 
 
@@ -67,6 +71,8 @@ def test_bf16_is_coarser_but_the_same_on_both_engines(tmp_path: Path) -> None:
         losses(SequentialEngine), losses(SequentialEngine, bf16=True), losses(VectorizedEngine, bf16=True)
     )  # fmt: skip
     assert abs(loop - exact).max() > 1e-5
+    with precision(torch.device("cpu"), bf16=True):
+        assert cross_entropy(torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1])).dtype == torch.float32
     assert loop == pytest.approx(exact, rel=0.05)
     assert stacked == pytest.approx(loop, rel=0.02)
 
@@ -169,6 +175,52 @@ def test_running_out_of_memory_at_the_end_trains_nobody_twice(tmp_path: Path, mo
     monkeypatch.setattr(method, "upload", upload)
     actual, _, _ = run(tmp_path, VectorizedEngine, "fedproto", models=(support.Wide,))
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+
+
+def test_running_out_of_memory_when_states_are_kept_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients 0 and 1 have trained before, 2 and 3 need new memory for their states, and there is none at first."""
+    clients = support.population("standalone", models=(support.Wide,), clients=4)
+    nothing = {client: support.Message() for client in range(4)}
+    engines = [VectorizedEngine(clients), VectorizedEngine(clients)]
+    for engine in engines:
+        engine.train(1, {client: nothing[client] for client in (0, 1)})
+    engines[0].train(2, nothing)
+    original, calls = torch.empty_like, []
+
+    def empty_like(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr("polyfed.engines.store.torch.empty_like", empty_like)
+    engines[1].train(2, nothing)
+    assert len(calls) > 1
+    for client in range(4):
+        for name, tensor in engines[0].get_state(client).items():
+            torch.testing.assert_close(engines[1].get_state(client)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_architectures_that_do_not_fit_side_by_side_train_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _, _ = run(tmp_path, SequentialEngine, "pfedes")
+    begin, begun = VectorizedEngine._begin, weakref.WeakSet[Any]()
+
+    def no_second(self: VectorizedEngine, *arguments: Any) -> Any:
+        gc.collect()
+        if begun:
+            raise torch.OutOfMemoryError("no room")
+        work = begin(self, *arguments)
+        begun.add(work)
+        return work
+
+    monkeypatch.setattr(VectorizedEngine, "_begin", no_second)
+    actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes")
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    assert [note["note"] for note in notes if "side by side" in note["note"]] == [
+        "client 0: not all architectures fit into memory side by side; from now on one after another"
+    ]
 
 
 def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
