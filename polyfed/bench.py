@@ -6,11 +6,12 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ class Measurement:
     method: str
     engine: str
     seconds: float
-    """Of a round, without evaluation; the best of several."""
+    """Of a round, without evaluation; the median of several."""
     steps_per_second: float
     outside: float
     """Share of the round that is not training: messages, server, records."""
@@ -96,16 +97,18 @@ def setting(case: Case, engine: str, device: str) -> tuple[Experiment, Populatio
     return config, replace(clients, data=data)
 
 
-def plain_round(clients: Population, participants: int) -> Callable[[], None]:
-    """Standalone training as a person would write it: one client after another."""
+def plain_round(clients: Population) -> Callable[[Sequence[int]], None]:
+    """Standalone training of some clients as a person would write it: one after another."""
     people = clients.on_device()
-    networks = [people.new_network(client).model for client in range(participants)]
+    networks: dict[int, nn.Module] = {}
     data = people.dataset
     scale, shift = 1 / (255 * 0.25), -0.5 / 0.25
 
-    def one_round() -> None:
-        for client, network in enumerate(networks):
-            samples = people.data[client].train.to(people.device)
+    def one_round(participants: Sequence[int]) -> None:
+        for client in participants:
+            if client not in networks:
+                networks[client] = people.new_network(client).model
+            network, samples = networks[client], people.data[client].train.to(people.device)
             optimiser = torch.optim.SGD(network.parameters(), people.training.lr)
             network.train()
             order = torch.randperm(len(samples), device=people.device)
@@ -143,40 +146,44 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up: int = 2) -> Measurement:
-    """Time rounds of a case, and of the plain loop right after, on an otherwise idle device."""
+    """Time rounds of a case, and of the plain loop with the same participants right after, on an idle device."""
     device = find_device(device_name)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    numbers = range(1, warm_up + repeats + 1)
     with federation(case, engine, device_name) as (run, runner):
-        times = [timed(partial(run.round, number), device) for number in range(1, warm_up + repeats + 1)][warm_up:]
+        times = [timed(partial(run.round, number), device) for number in numbers][warm_up:]
         rounds = [event for event in run.folder.events() if event["event"] == "round"][warm_up:]
-        training = [event["training_seconds"] for event in rounds]
-        participants = run.config.participants
-        steps = sum(-(-len(run.population.data[c].train) // 64) for c in range(participants))
-    best = min(range(repeats), key=times.__getitem__)
+        training = sum(event["training_seconds"] for event in rounds)
+        participants = [run.participants(number) for number in numbers][warm_up:]
+        steps = sum(-(-len(run.population.data[client].train) // 64) for client in participants[0])
+    seconds = median(times)
     result = Measurement(
-        case.name, case.method, runner.name, times[best], steps / times[best], 1 - training[best] / times[best],
+        case.name, case.method, runner.name, seconds, steps / seconds, 1 - training / sum(times),
         peak_memory(device), times=times,
     )  # fmt: skip
     if case.plain:
-        result.plain_seconds = plain_seconds(case, device_name)
+        result.plain_seconds = median(plain_times(case, device_name, participants))
         result.ratio = result.plain_seconds / result.seconds
     return result
 
 
-def plain_seconds(case: Case, device_name: str) -> float:
+def plain_times(case: Case, device_name: str, participants: Sequence[Sequence[int]]) -> list[float]:
     """The plain loop's seconds for the same steps: hand-written for Standalone, the sequential engine for others.
 
-    Nothing is captured in either, on clients or on the server.
+    Nothing is captured in either, on clients or on the server. The sequential engine, where a round can take long, is
+    timed for two rounds at most.
     """
     device = find_device(device_name)
     if case.method == "standalone":
-        config, clients = setting(case, "sequential", device_name)
-        one_round = plain_round(clients, config.participants)
-        return min(timed(one_round, device) for _ in range(2))
+        one_round = plain_round(setting(case, "sequential", device_name)[1])
+        for everyone in participants:  # once before the clock runs, which builds the networks
+            one_round(everyone)
+        return [timed(partial(one_round, everyone), device) for everyone in participants]
     with federation(case, "sequential", device_name) as (run, _), eager():
-        return min(timed(partial(run.round, number), device) for number in (1, 2))
+        run.round(1)
+        return [timed(partial(run.round, number), device) for number in (2, 3)[: len(participants)]]
 
 
 def peak_memory(device: torch.device) -> int | None:

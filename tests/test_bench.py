@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
 from polyfed import bench
@@ -10,13 +12,17 @@ from polyfed import bench
 @pytest.mark.parametrize("method", ["standalone", "fedproto"])
 def test_a_case_is_measured_against_the_plain_loop(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "IMAGES", 70)  # two steps per client
+    original, asked = bench.plain_times, []
+    monkeypatch.setattr(bench, "plain_times", lambda *given: (asked.extend(given[2]), original(*given))[1])
     case = bench.Case("tiny", method=method, models="cnn5", clients=3, participants=2)
     result = bench.measure(case, "auto", "cpu", repeats=2, warm_up=1)
-    assert (result.engine, len(result.times), result.seconds) == ("threads", 2, min(result.times))
+    assert (result.engine, len(result.times), result.seconds) == ("threads", 2, median(result.times))
     assert result.steps_per_second == pytest.approx(2 * 2 / result.seconds)
     assert result.plain_seconds is not None
     assert result.ratio == pytest.approx(result.plain_seconds / result.seconds)
     assert 0 <= result.outside < 1
+    with bench.federation(case, "threads", "cpu") as (run, _):
+        assert asked == [run.participants(number) for number in (2, 3)]  # the same that the engine trained
 
 
 def test_more_than_a_hundred_clients_share_images() -> None:
