@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from torch import nn
-from torchvision.models.resnet import BasicBlock
 
 from polyfed.models.shapes import image_shape
 
@@ -34,6 +33,8 @@ def short_resnet(input_shape: Sequence[int], stages: int, name: str) -> nn.Seque
 
 def _block(before: int, after: int) -> nn.Module:
     """A basic block; where it widens, it halves the image and its shortcut does the same."""
+    from torchvision.models.resnet import BasicBlock  # takes a second, and most runs do without
+
     shortcut = None
     stride = 1
     if before != after:

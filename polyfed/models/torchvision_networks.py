@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import torchvision.models
 from torch import Tensor, nn
 
 from polyfed.errors import InputError
@@ -21,7 +21,7 @@ _OUTPUTS = 1
 def resnet(input_shape: Sequence[int], layers: int, name: str) -> nn.Module:
     """ResNet with 18, 34, 50, 101 or 152 layers and the ImageNet stem."""
     channels, _, _ = image_shape(input_shape, name)
-    network: nn.Module = getattr(torchvision.models, f"resnet{layers}")(weights=None, num_classes=_OUTPUTS)
+    network: nn.Module = getattr(_torchvision(), f"resnet{layers}")(weights=None, num_classes=_OUTPUTS)
     _set_channels(network, "conv1", channels, _kaiming)
     return network
 
@@ -34,7 +34,7 @@ def googlenet(input_shape: Sequence[int], name: str) -> nn.Module:
         raise InputError(
             f"{name} needs images of at least 15x15 pixels, but they have the shape {shape}: enlarge them."
         )
-    network: nn.Module = torchvision.models.googlenet(
+    network: nn.Module = _torchvision().googlenet(
         weights=None, aux_logits=False, init_weights=True, num_classes=_OUTPUTS
     )
     _set_channels(network, "conv1.conv", channels, lambda weight: nn.init.trunc_normal_(weight, std=0.01))
@@ -44,7 +44,7 @@ def googlenet(input_shape: Sequence[int], name: str) -> nn.Module:
 def mobilenet_v2(input_shape: Sequence[int], name: str) -> nn.Module:
     """MobileNet v2, with its dropout before the last layer."""
     channels, _, _ = image_shape(input_shape, name)
-    network: nn.Module = torchvision.models.mobilenet_v2(weights=None, num_classes=_OUTPUTS)
+    network: nn.Module = _torchvision().mobilenet_v2(weights=None, num_classes=_OUTPUTS)
     _set_channels(network, "features.0.0", channels, _kaiming)
     return network
 
@@ -55,11 +55,17 @@ def vision_transformer(input_shape: Sequence[int], patch: int, name: str) -> nn.
     if height != width or height % patch:
         shape = tuple(input_shape)
         raise InputError(f"{name} needs square images with sides of {patch}, {2 * patch}, … pixels, not {shape}.")
-    build = getattr(torchvision.models, f"vit_b_{patch}")
+    build = getattr(_torchvision(), f"vit_b_{patch}")
     network: nn.Module = build(weights=None, image_size=height, num_classes=_OUTPUTS)
     deviation = math.sqrt(1 / (channels * patch * patch))
     _set_channels(network, "conv_proj", channels, lambda weight: nn.init.trunc_normal_(weight, std=deviation))
     return network
+
+
+def _torchvision() -> Any:
+    import torchvision.models  # takes a second, and most runs do without
+
+    return torchvision.models
 
 
 def _kaiming(weight: Tensor) -> Tensor:
