@@ -1,0 +1,65 @@
+"""What only a GPU has: captured steps, lanes, little memory. The numbers are those of the plain loop there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines.captured import WORTH_A_SHAPE
+from tests import support
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = "cuda"
+
+
+def run(folder: Path, engine: Any, method: str, **settings: Any) -> tuple[pd.DataFrame, Any]:
+    federation = support.federation(folder / engine.__name__, method, engine, device=DEVICE, tf32=False, **settings)
+    federation.run()
+    return federation.folder.rounds().drop(columns="seconds"), federation
+
+
+@pytest.mark.parametrize("method", ["fd", "pfedes", "fedapen", "dc-pfl"])
+def test_captured_steps_of_uneven_clients(tmp_path: Path, method: str) -> None:
+    """Long enough for cohorts that shrink to get graphs of their own."""
+    settings = {
+        "dataset": support.tiny_dataset(per_class=120), "clients": 12, "partition": "dirichlet", "alpha": 0.3,
+        "batch_size": 2, "rounds": 8, "lr": 0.01, "training": {"momentum": 0.5, "weight_decay": 1e-3},
+    }  # fmt: skip
+    expected, _ = run(tmp_path, SequentialEngine, method, **settings)
+    actual, federation = run(tmp_path, VectorizedEngine, method, **settings)
+    assert actual["loss_mean"].to_numpy() == pytest.approx(expected["loss_mean"].to_numpy(), rel=1e-2)
+    steps = federation.engine._steps.values()
+    assert any(len(step._graphs) > 1 for step in steps)
+    assert max(max(step._asked.values(), default=0) for step in steps) > WORTH_A_SHAPE
+
+
+def test_bf16_and_the_papers_cnns(tmp_path: Path) -> None:
+    dataset = support.tiny_dataset(side=32, channels=3)
+    settings = {"models": ("cnn1", "cnn5"), "dataset": dataset, "training": {"bf16": True, "augment": True}, "lr": 0.01}
+    expected, _ = run(tmp_path, SequentialEngine, "fedproto", **settings)
+    actual, _ = run(tmp_path, VectorizedEngine, "fedproto", **settings)
+    assert actual["loss_mean"].to_numpy() == pytest.approx(expected["loss_mean"].to_numpy(), rel=0.05)
+
+
+def test_little_memory_halves_cohorts_and_changes_no_number(tmp_path: Path) -> None:
+    settings = {"models": (support.Wide,), "clients": 8, "rounds": 2}
+    expected, _ = run(tmp_path, SequentialEngine, "fedproto", **settings)
+    original, refused = VectorizedEngine._train_phase, []
+
+    def too_large(self: VectorizedEngine, clients: list[int], *rest: Any) -> Any:
+        step = original(self, clients, *rest)  # everything is captured and queued before memory runs out
+        if len(clients) > 2:
+            refused.append(len(clients))
+            raise torch.OutOfMemoryError("no room")
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VectorizedEngine, "_train_phase", too_large)
+        actual, _ = run(tmp_path, VectorizedEngine, "fedproto", **settings)
+    assert refused
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-3, atol=1e-4)
