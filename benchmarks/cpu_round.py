@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import nn
 
 from polyfed.assemble import assemble
-from polyfed.bench import processor
+from polyfed.compute import machine_name
 from polyfed.config import experiment
 from polyfed.data import Dataset
 from polyfed.engines import Population, new_engine
@@ -270,7 +270,7 @@ def main() -> None:
         return
     table = Table(
         title=f"{CLIENTS} clients, five CNNs, {IMAGES} images each, batch {BATCH}",
-        caption=f"{processor()}, torch {torch.__version__}",
+        caption=f"{machine_name(torch.device('cpu'))}, torch {torch.__version__}",
     )
     for column in ("method", "engine", "s per round", "÷ plain loop", "training ÷ plain loop", "outside training"):
         table.add_column(column)

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 import polyfed
-from polyfed.bench import device_name
+from polyfed.assemble import find_device
+from polyfed.compute import machine_name
 
 
 def rounds(method: str, engine: str, device: str, folder: Path) -> polyfed.Result:
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--engine", default="vectorized")
     parser.add_argument("--methods", default=",".join(polyfed.METHODS))
     options = parser.parse_args()
-    print(f"{options.engine} against sequential on {device_name(options.device)}")
+    print(f"{options.engine} against sequential on {machine_name(find_device(options.device))}")
     print(f"{'method':12s} {'loss':>10s} {'difference':>11s} {'accuracy':>9s} {'difference':>11s}  fallbacks")
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:

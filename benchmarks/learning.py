@@ -25,22 +25,18 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from datetime import date
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from curves import draw_all
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from polyfed import METHODS, __version__
-from polyfed.assemble import find_device
-from polyfed.bench import processor
+from polyfed import METHODS
 from polyfed.cli import parse_settings  # so that --set means here what it means there
 from polyfed.config import PRESETS, experiment, merged
 from polyfed.data import load_dataset
@@ -63,9 +59,6 @@ ACCURACIES = {
     "accuracy_classifier": "classifier\nalone", "validation_final": "validation\nat the end",
 }  # fmt: skip
 FLOATS = {"upload_floats": "floats\nup", "download_floats": "floats\ndown"}
-
-MACHINE = "machine.txt"
-"""What a run ran on, in its folder: a reused run may come from elsewhere."""
 
 console = Console(width=150, highlight=False)  # wide enough for all columns, so that no number is cut
 
@@ -168,15 +161,7 @@ def run_one(job: Job, cores: int) -> str:
     done = subprocess.run(job.command(), env=environment, capture_output=True, text=True)
     if done.returncode:
         return "\n".join(done.stderr.strip().splitlines()[-20:]) or f"exit status {done.returncode}"
-    (job.folder / MACHINE).write_text(machine(job.given["device"]), encoding="utf-8")
     return ""
-
-
-def machine(device: str) -> str:
-    """What a run ran on."""
-    found = find_device(device)
-    name = torch.cuda.get_device_name(found) if found.type == "cuda" else processor()
-    return f"polyfed {__version__}, torch {torch.__version__}, {name}, {date.today().isoformat()}"
 
 
 def result_of(job: Job) -> dict[str, Any]:
@@ -258,11 +243,7 @@ def write_summary(options: argparse.Namespace, jobs: Sequence[Job], runs: pd.Dat
     folder: Path = options.summary
     folder.mkdir(parents=True, exist_ok=True)
     runs.to_csv(folder / "learning.csv", index=False, float_format="%.6g")
-    notes = [job.folder / MACHINE for job in jobs]
-    machines = {
-        note.read_text(encoding="utf-8") if note.exists() else "a run on a machine that is not recorded"
-        for note in notes
-    }
+    machines = {RunFolder.open(job.folder).origin() for job in jobs}
     (folder / "learning.md").write_text(markdown(options, runs, machines, failed), encoding="utf-8")
     curves = curves_of(jobs)
     curves.to_csv(folder / "curves.csv", index=False, float_format="%.6g")

@@ -52,7 +52,7 @@ def rows_of(setting: str, run: Path) -> list[dict[str, Any]]:
                 "rounds": config.rounds, "reached": own.index[-1],
                 "final": own["test"].iloc[-1], "last_ten": own["test"].tail(10).mean(),
                 "at_best_validation": at_best(own["validation"], own["test"]), "best_on_test": own["test"].max(),
-                **origin(run),
+                "origin": folder.origin(),
             }
         )  # fmt: skip
     return rows
@@ -79,12 +79,6 @@ def tables(folder: RunFolder) -> dict[str, pd.DataFrame]:
         rule: evaluations[evaluations["rule"] == rule].pivot(index="round", columns="part", values="accuracy_mean")
         for rule in evaluations["rule"].unique()
     }
-
-
-def origin(run: Path) -> dict[str, str]:
-    """Versions, machine and date, as the learning benchmark leaves them in the run's folder."""
-    note = run / "machine.txt"
-    return {"machine": note.read_text(encoding="utf-8").strip() if note.exists() else ""}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from polyfed.assemble import PYTHON, assemble
+from polyfed.compute import machine_name
 from polyfed.config import Experiment, experiment
 from polyfed.data import Dataset
 from polyfed.engines import Population, new_engine
@@ -138,6 +139,10 @@ def _go(
             federation.restore(saved)
         start = saved.round if saved else 0
         folder.keep_until(start)
+        before, machine = folder.starts(), machine_name(population.device)
+        folder.add_start(start, engine.name, machine)
+        if before and before[-1]["machine"] != machine:
+            federation.note(f"until round {start} the run was on {before[-1]['machine']}; it goes on on {machine}")
         damaged = folder.checkpoints.damaged
         if damaged:
             federation.note(f"a checkpoint is damaged, so the run goes on after round {start}: {damaged}")

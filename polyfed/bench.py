@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -199,19 +197,3 @@ def run_cases(device: str, only: str = "", engine: str = "auto") -> Iterator[Mea
         raise InputError(f"no case begins with one of '{only}': the cases are a to f.")
     for case in chosen:
         yield measure(case, engine, device)
-
-
-def device_name(device: str) -> str:
-    """What the benchmark ran on."""
-    found = find_device(device)
-    if found.type == "cuda":
-        return torch.cuda.get_device_name(found)
-    return processor()
-
-
-def processor() -> str:
-    """The processor's name and its number of cores."""
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"

@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from polyfed import __version__, api
+from polyfed.assemble import find_device
+from polyfed.compute import machine_name
 from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
@@ -155,7 +157,7 @@ def bench(
         results.append(result)
         if not as_json:
             out_console.print(tables.measurement_line(result), highlight=False)
-    machine = benchmark.device_name(device)
+    machine = machine_name(find_device(device))
     if as_json:
         print(json.dumps({"machine": machine, "cases": [asdict(result) for result in results]}, indent=2))
     else:

@@ -1,11 +1,14 @@
-"""How operations are done: by how many threads, how precisely, captured as a graph on the GPU; and freed memory."""
+"""The machine and how it computes: threads, precision, captured graphs, freed memory."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,3 +49,13 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def machine_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor with its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"

@@ -180,6 +180,23 @@ def test_every_method_goes_on_from_its_checkpoint(tmp_path: Path, method: str) -
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
 
 
+def test_a_run_tells_where_it_began_and_where_it_went_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopping(Watcher):
+        stop_requested = True
+
+    settings = {**support.DEFAULTS, "data": support.tiny_dataset(), "models": [support.Wide], "rounds": 3}
+    monkeypatch.setattr("polyfed.api.machine_name", lambda device: "one machine")
+    with pytest.raises(Interrupted):
+        polyfed.run("standalone", **settings, out=tmp_path / "run", watcher=Stopping())
+    monkeypatch.setattr("polyfed.api.machine_name", lambda device: "another")
+    result = polyfed.resume(tmp_path / "run", data=settings["data"], models=settings["models"])
+    starts = [(event["round"], event["engine"], event["machine"]) for event in result.folder.starts()]
+    assert starts == [(0, "sequential", "one machine"), (1, "sequential", "another")]
+    assert "torch" in result.folder.origin() and result.folder.origin().count("polyfed") == 2
+    notes = [event["note"] for event in result.folder.events() if event["event"] == "note"]
+    assert notes == ["until round 1 the run was on one machine; it goes on on another"]
+
+
 def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
     own: dict[str, Any] = {"data": support.tiny_dataset(), "models": [support.Wide]}
     whole = polyfed.run("standalone", **support.DEFAULTS, **own, out=tmp_path / "run")

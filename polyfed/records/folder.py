@@ -5,7 +5,7 @@ rounds.csv         a row per evaluated round
 evaluations.csv    a row per evaluated round, part (test, validation) and rule of prediction
 clients.csv        a row per client, written at the end
 summary.json       the run's result in a few numbers, written at the end
-events.jsonl       everything noteworthy, a line each: rounds with their costs, faults, fallbacks
+events.jsonl       everything noteworthy, a line each: where it ran, rounds with their costs, faults, fallbacks
 checkpoint/        where to go on after an interruption; removed at the end
 models/            client-0003.safetensors: each client's private model (`model.…`) and what the method keeps beside it
 """
@@ -18,6 +18,8 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,11 @@ class RunFolder:
         """Add rows to evaluations.csv."""
         self._append("evaluations.csv", _csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
 
+    def add_start(self, round: int, engine: str, machine: str) -> None:
+        """Record that the run begins, or goes on after that round."""
+        versions = {name: version(name) for name in ("polyfed", "torch")}
+        self.add_event("start", round=round, date=date.today().isoformat(), engine=engine, machine=machine, **versions)
+
     def add_event(self, kind: str, **details: Any) -> None:
         """Add a line to events.jsonl."""
         self._append("events.jsonl", _json({"event": kind, **details}) + "\n")
@@ -142,6 +149,15 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether the run has ended."""
         return (self.path / "summary.json").exists()
+
+    def starts(self) -> list[dict[str, Any]]:
+        """When and where the run began, and went on if it was interrupted."""
+        return [event for event in self.events() if event["event"] == "start"]
+
+    def origin(self) -> str:
+        """The same in words: versions, machine and date."""
+        places = (f"polyfed {e['polyfed']}, torch {e['torch']}, {e['machine']}, {e['date']}" for e in self.starts())
+        return "; ".join(dict.fromkeys(places)) or "not recorded"
 
     def rounds(self) -> pd.DataFrame:
         """rounds.csv as a frame."""
