@@ -185,6 +185,7 @@ def memory(kind: str) -> dict[str, float]:
 
     It counts from a process that has already trained a tiny federation in the same way and given back what was free,
     so code that is loaded on first use is left out and all that grows with data, networks, batches and workers counts.
+    `peak` is what is allocated at one time, looked at every third of a millisecond; `resident` what the process holds.
     """
     tiny = nn.Sequential(nn.Conv2d(3, 2, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, CLASSES))
     three_rounds(kind, images=2, models=tiny)
