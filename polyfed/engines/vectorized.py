@@ -36,7 +36,7 @@ from polyfed.models import SeededDropout
 Result = TypeVar("Result")
 
 LARGEST_COHORT = 256
-KEPT_STEPS = 64
+KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used goes first."""
 
 
