@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,17 +53,10 @@ class Applied(nn.Module):
 class Plan:
     """The batches of a cohort in one phase, on the compute device: [steps, clients, batch, …]."""
 
-    rows: Tensor
-    """Sample numbers; −1 where there is none."""
+    inputs: State
+    """By name: `rows`, sample numbers, −1 where there is none; draws for them (`first.flip`, `drawn.noise`)."""
     active: list[int]
     """For each step, the number of clients up to the last one that has a batch."""
-    extras: State = field(default_factory=dict)
-    """Draws that go with the samples: `first.flip`, `second.flip`, `drawn.noise`."""
-
-    @property
-    def inputs(self) -> State:
-        """All that steps take, by name."""
-        return {"rows": self.rows, **self.extras}
 
     def at(self, step: int) -> State:
         """The inputs of one step."""
@@ -80,10 +73,9 @@ def new_plan(population: Population, clients: Sequence[int], width: int, size: i
             if name not in inputs:
                 inputs[name] = values.new_zeros(steps, size, *values.shape[1:])
             inputs[name][: len(values), column] = values
-    rows = inputs.pop("rows")
-    active = ((rows >= 0).any(2) * torch.arange(1, size + 1)).amax(1).tolist() if steps else []
-    device = population.device
-    return Plan(rows.to(device), active, {name: tensor.to(device) for name, tensor in inputs.items()})
+    having = (inputs["rows"] >= 0).any(2)
+    active = (having * torch.arange(1, size + 1)).amax(1).tolist() if steps else []
+    return Plan({name: tensor.to(population.device) for name, tensor in inputs.items()}, active)
 
 
 def _table(passes: Sequence[Epoch], width: int) -> State:

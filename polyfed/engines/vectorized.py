@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -343,7 +343,7 @@ class VectorizedEngine(LocalEngine):
         try:
             for phase in people.method.phases():
                 plan = stacked.new_plan(people, twice, self._width(client), 2, phase, 0)
-                if len(plan.rows):
+                if plan.active:
                     stacked.PhaseStep(people, network, phase, state)(plan.at(0))
             network.eval()
             with torch.no_grad():
@@ -359,10 +359,7 @@ class VectorizedEngine(LocalEngine):
     def _with_notes(self, replies: list[Reply]) -> list[Reply]:
         """Attach what the engine noticed to the first reply."""
         if self._notes and replies:
-            first = replies[0]
-            replies[0] = Reply(
-                first.client, first.message, first.loss, first.flops, (*first.notes, *self._notes), first.failure
-            )
+            replies[0] = replace(replies[0], notes=(*replies[0].notes, *self._notes))
             self._notes.clear()
         return replies
 

@@ -281,7 +281,8 @@ def test_plan_pads_with_rows_that_are_no_samples() -> None:
     clients = support.population("standalone", models=(support.Wide,))
     phase: Phase = clients.method.phases()[0]
     plan = new_plan(clients, [0, 1], width=8, size=3, phase=phase, round=1)
+    rows = plan.inputs["rows"]
     for column, client in enumerate((0, 1)):
-        visited = plan.rows[:, column].flatten()
+        visited = rows[:, column].flatten()
         assert sorted(visited[visited >= 0].tolist()) == sorted(clients.data[client].train.tolist())
-    assert (plan.rows[:, 2] == -1).all()
+    assert (rows[:, 2] == -1).all()
