@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
+from polyfed.compute import set_precision
 from polyfed.config import Experiment
 from polyfed.data import Dataset, load_dataset, partition
 from polyfed.engines import Population
@@ -86,15 +87,6 @@ def find_device(name: str) -> torch.device:
             f"device is '{name}', which this machine does not have; use cpu, or leave it on auto."
         ) from error
     return device
-
-
-def set_precision(device: torch.device, *, tf32: bool) -> None:
-    """How precisely a GPU multiplies 32-bit floats; and let it try which of its convolutions is the fastest."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # streams and graphs belong to the current device
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
-        torch.backends.cudnn.benchmark = True
 
 
 def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[str, SplitNetwork]) -> None:

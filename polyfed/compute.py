@@ -31,6 +31,15 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def set_precision(device: torch.device, *, tf32: bool) -> None:
+    """How precisely a GPU multiplies 32-bit floats; and let it try which of its convolutions is the fastest."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # streams and graphs belong to the current device
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = True
+
+
 def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[object]:
     """Inside, layers multiply in bfloat16 if asked to; losses, weights and updates stay in 32 bits."""
     if not bf16:
