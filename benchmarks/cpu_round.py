@@ -29,6 +29,7 @@ from rich.table import Table
 from torch import nn
 
 from polyfed.assemble import assemble
+from polyfed.bench import noise
 from polyfed.compute import machine_name
 from polyfed.config import experiment
 from polyfed.data import Dataset
@@ -40,21 +41,13 @@ from polyfed.records import RunFolder
 CLIENTS, IMAGES, BATCH, LR, CLASSES = 10, 640, 64, 0.01, 10
 
 
-def noise_data(images: int) -> Dataset:
-    """CIFAR-sized random images, so many for each of ten clients."""
-    generator = torch.Generator().manual_seed(0)
-    count = CLIENTS * images
-    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    return Dataset("noise", pixels, torch.arange(count) % CLASSES, CLASSES, (0.5,) * 3, (0.25,) * 3)
-
-
 def setting(method: str, engine: str, images: int = IMAGES, models: Models | None = None) -> tuple[Any, Population]:
     """The experiment and its clients."""
     config = experiment(
         method=method, data="python:noise", models="papers", clients=CLIENTS, partition="iid", split="1:0:0",
         rounds=1000, batch_size=BATCH, lr=LR, engine=engine, device="cpu", eval_every=10_000, checkpoint_every=10_000,
     )  # fmt: skip
-    return config, assemble(config, noise_data(images), models)
+    return config, assemble(config, noise(CLIENTS * images), models)
 
 
 def plain_round(clients: Population, method: str) -> Callable[[], None]:

@@ -73,10 +73,9 @@ class Measurement:
     times: list[float] = field(default_factory=list)
 
 
-def noise(clients: int) -> Dataset:
-    """CIFAR-sized random images for at most a hundred clients; more clients share them to keep memory in bounds."""
+def noise(count: int) -> Dataset:
+    """So many CIFAR-sized random images."""
     generator = torch.Generator().manual_seed(0)
-    count = min(clients, 100) * IMAGES
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     return Dataset("noise", images, torch.arange(count) % CLASSES, CLASSES, (0.5,) * 3, (0.25,) * 3)
 
@@ -88,7 +87,8 @@ def setting(case: Case, engine: str, device: str) -> tuple[Experiment, Populatio
         participation=(case.participants or case.clients) / case.clients, split="1:0:0", rounds=10_000, batch_size=64,
         lr=0.01, engine=engine, device=device, eval_every=10_000, checkpoint_every=10_000,
     )  # fmt: skip
-    clients = assemble(config, noise(case.clients))
+    # More than a hundred clients share images, to keep memory in bounds.
+    clients = assemble(config, noise(min(case.clients, 100) * IMAGES))
     blocks = torch.arange(len(clients.dataset)).split(IMAGES)
     none = torch.empty(0, dtype=torch.int64)
     data = [ClientData(blocks[client % len(blocks)], none, none) for client in range(case.clients)]
