@@ -83,11 +83,11 @@ class Message:
         metadata = {name.removeprefix(_METADATA): t for name, t in entries.items() if name.startswith(_METADATA)}
         return Message(tensors, metadata)
 
-    def snapshot(self, in_place: Collection[str] = ()) -> Message:
+    def snapshot(self, unmoved: Collection[str] = ()) -> Message:
         """A copy that shares no storage with anyone's live state, on the CPU but for the tensors named."""
         return Message(
             {
-                name: tensor.detach().clone() if name in in_place else tensor.detach().to("cpu", copy=True)
+                name: tensor.detach().clone() if name in unmoved else tensor.detach().to("cpu", copy=True)
                 for name, tensor in self.tensors.items()
             },
             {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.metadata.items()},
