@@ -19,8 +19,8 @@ from torch.func import functional_call, grad, vmap
 from polyfed.compute import precision
 from polyfed.data import Dataset
 from polyfed.engines.batches import Epoch, augment, epochs
+from polyfed.engines.layers import StackedLayers
 from polyfed.engines.local import Evaluation, prepare
-from polyfed.engines.pooling import PoolingInPlace
 from polyfed.engines.population import Population
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
@@ -40,7 +40,7 @@ class Applied(nn.Module):
         self._function = function
 
     def forward(self, *arguments: object) -> object:
-        with PoolingInPlace():
+        with StackedLayers():
             return self._function(self.network, *arguments)
 
     def on(self, state: State) -> Callable[..., Any]:

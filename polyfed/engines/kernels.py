@@ -1,0 +1,271 @@
+"""Kernels for a GPU: convolution and max-pooling of stacked images, each client's with its own weights.
+
+cuDNN has only slow kernels for what `vmap` makes of such convolutions, one with a group of few channels per client.
+Here a client's convolution is a product of matrices, weights times the patches that lie under the filter; patches are
+read from the images where they are and never written anywhere. The gradient of the weights is such a product too, and
+the gradient of the images is a convolution with the filters turned around.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Pair = tuple[int, int]
+"""Of heights and of widths."""
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: pixels and filter weights at a time, by how many warps, prefetched how often."""
+
+    pixels: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# The fastest on an H200 of those that were tried, for filters of 5 × 5 on 3 and 16 channels.
+CONVOLVE = Tiles(128, 16, 4, 1)
+WEIGH = Tiles(64, 128, 4, 1)
+PROGRAMS = 528
+"""Into how many the weights' gradients of all clients are cut, about: four for each multiprocessor of an H200."""
+BLOCK = 1024
+"""Pixels of a pooling at a time."""
+
+
+class Windows(NamedTuple):
+    """The windows of a max-pooling."""
+
+    size: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    def grid(self, height: int, width: int) -> Pair:
+        """How many windows there are."""
+        sides = zip((height, width), *self, strict=True)
+        down, across = ((side + 2 * p - d * (size - 1) - 1) // step + 1 for side, size, step, p, d in sides)
+        return down, across
+
+    def numbers(self) -> tuple[int, ...]:
+        return (*self.size, *self.stride, *self.padding, *self.dilation)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, tiles: Tiles = CONVOLVE) -> Tensor:
+    """Images [clients, samples, in, H, W] with weights [clients, out, in, …] and bias [clients, out], stride 1."""
+    x, weight = _in_reach(x), weight.contiguous()
+    clients, samples, channels, height, width = x.shape
+    out, kernel = weight.shape[1], weight.shape[3:]
+    down, across = (n + 2 * p - k + 1 for n, p, k in zip((height, width), padding, kernel, strict=True))
+    y = x.new_empty(clients, samples, out, down, across)
+    _convolve[(triton.cdiv(samples * down * across, tiles.pixels), clients)](
+        x, weight, weight if bias is None else bias.contiguous(), y, samples, *x.stride(),
+        channels, out, *kernel, *padding, height, width, bias is not None, _precision(),
+        tiles.pixels, min(tiles.depth, _power(weight[0, 0].numel())), _power(out),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return y
+
+
+def weigh(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair, tiles: Tiles = WEIGH) -> tuple[Tensor, Tensor]:
+    """The gradients of weights and bias, from that of the result."""
+    x, gradient = _in_reach(x), gradient.contiguous()
+    clients, samples, channels, height, width = x.shape
+    out, pixels = gradient.shape[2], samples * gradient[0, 0, 0].numel()
+    depth = channels * kernel[0] * kernel[1]
+    block = min(tiles.depth, _power(depth))
+    columns, blocks = triton.cdiv(depth, block), triton.cdiv(pixels, tiles.pixels)
+    steps = triton.cdiv(blocks, max(1, PROGRAMS // (clients * columns)))
+    parts = triton.cdiv(blocks, steps)
+    # Parts are added up afterwards, in a fixed order, so that the same step gives the same numbers again.
+    sums = torch.empty(parts, clients, out, depth + 1, device=x.device)
+    _weigh[(columns, clients, parts)](
+        x, gradient, sums, samples, clients, steps, *x.stride(),
+        channels, out, *kernel, *padding, height, width, _precision(),
+        tiles.pixels, block, _power(out), num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    total = sums.sum(0).to(x.dtype)
+    return total[..., :-1].unflatten(2, (channels, *kernel)), total[..., -1]
+
+
+def pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """The largest values in the windows of images [..., H, W], and where they were."""
+    x = x.contiguous()
+    height, width = x.shape[-2:]
+    size = windows.grid(height, width)
+    y = x.new_empty(*x.shape[:-2], *size)
+    places = torch.empty_like(y, dtype=torch.uint8)
+    grid = (triton.cdiv(y.numel(), BLOCK),)
+    _pool[grid](x, y, places, y.numel(), height, width, *size, *windows.numbers(), BLOCK)
+    return y, places
+
+
+def unpool(gradient: Tensor, places: Tensor, windows: Windows, shape: Pair) -> Tensor:
+    """The gradient of images of that shape, from that of their largest values."""
+    gradient, places = gradient.contiguous(), places.contiguous()
+    x = gradient.new_empty(*gradient.shape[:-2], *shape)
+    grid = (triton.cdiv(x.numel(), BLOCK),)
+    _unpool[grid](gradient, places, x, x.numel(), *shape, *gradient.shape[-2:], *windows.numbers(), BLOCK)
+    return x
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def _power(number: int) -> int:
+    """The next power of two; a product of matrices has at least 16."""
+    power: int = max(16, triton.next_power_of_2(number))
+    return power
+
+
+def _in_reach(x: Tensor) -> Tensor:
+    """Images of which one client's lie within what 32 bits can count."""
+    return x if x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
+
+
+# Constants are written in capitals: in and out channels, K for the filter (or window), P for padding, S for stride,
+# D for dilation, each with H or W; OH and OW are the size of the result, B… the size of a block.
+
+
+@triton.jit
+def _pixels(m, OH: tl.constexpr, OW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr):
+    """The samples and places that numbers stand for, and the upper left corners of their patches."""
+    pixel = m % (OH * OW)
+    return m // (OH * OW), pixel, pixel // OW - PH, pixel % OW - PW
+
+
+@triton.jit
+def _patches(
+    corner, top, left, k, xc, xh, xw, there, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """What lies under the filters' weights number `k` in patches with these corners; zero outside of the image."""
+    i, j = k % (KH * KW) // KW, k % KW
+    if PH > 0 or PW > 0:
+        row, column = top + i, left + j
+        there = there & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    return tl.load(corner + (k // (KH * KW) * xc + i * xh + j * xw), there, 0.0)
+
+
+@triton.jit
+def _convolve(
+    x, w, bias, y, samples, xn, xb, xc, xh, xw,
+    IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Weights [OUT, IN × KH × KW] times patches [IN × KH × KW, pixels of all samples], for a block of pixels."""
+    OH: tl.constexpr = H + 2 * PH - KH + 1
+    OW: tl.constexpr = W + 2 * PW - KW + 1
+    DEPTH: tl.constexpr = IN * KH * KW
+    client = tl.program_id(1).to(tl.int64)
+    m, o = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BO)
+    real = m < samples * OH * OW
+    sample, pixel, top, left = _pixels(m, OH, OW, PH, PW)
+    corner = x + client * xn + (sample * xb + top * xh + left * xw)
+    total = tl.zeros((BO, BM), tl.float32)
+    for first in range(0, DEPTH, BK):
+        k = first + tl.arange(0, BK)
+        patch = _patches(
+            corner[None, :], top[None, :], left[None, :], k[:, None], xc, xh, xw,
+            real[None, :] & (k < DEPTH)[:, None], KH, KW, PH, PW, H, W,
+        )  # fmt: skip
+        known = (o < OUT)[:, None] & (k < DEPTH)[None, :]
+        weight = tl.load(w + client * OUT * DEPTH + (o[:, None] * DEPTH + k[None, :]), known, 0.0)
+        total = tl.dot(weight, patch, total, input_precision=PRECISION)
+    if BIAS:
+        total += tl.load(bias + client * OUT + o, o < OUT, 0.0)[:, None].to(tl.float32)
+    place = (sample * (OUT * OH * OW) + pixel)[None, :] + (o * (OH * OW))[:, None]
+    y += client * samples * OUT * OH * OW
+    tl.store(y + place, total.to(y.dtype.element_ty), real[None, :] & (o < OUT)[:, None])
+
+
+@triton.jit(do_not_specialize=["samples", "clients", "steps"])
+def _weigh(
+    x, g, sums, samples, clients, steps, xn, xb, xc, xh, xw,
+    IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Gradients [OUT, pixels] times patches [pixels, IN × KH × KW] for a part of the pixels, and sums of gradients."""
+    OH: tl.constexpr = H + 2 * PH - KH + 1
+    OW: tl.constexpr = W + 2 * PW - KW + 1
+    DEPTH: tl.constexpr = IN * KH * KW
+    client, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    g += client * samples * OUT * OH * OW
+    k, o = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BO)
+    weights = tl.zeros((BO, BK), tl.float32)
+    biases = tl.zeros((BO, BM), tl.float32)
+    for step in range(part * steps, part * steps + steps):
+        m = step * BM + tl.arange(0, BM)
+        real = m < samples * OH * OW
+        sample, pixel, top, left = _pixels(m, OH, OW, PH, PW)
+        place = (sample * (OUT * OH * OW) + pixel)[None, :] + (o * (OH * OW))[:, None]
+        gradient = tl.load(g + place, real[None, :] & (o < OUT)[:, None], 0.0)
+        corner = x + client * xn + (sample * xb + top * xh + left * xw)
+        patch = _patches(
+            corner[:, None], top[:, None], left[:, None], k[None, :], xc, xh, xw,
+            real[:, None] & (k < DEPTH)[None, :], KH, KW, PH, PW, H, W,
+        )  # fmt: skip
+        weights = tl.dot(gradient, patch, weights, input_precision=PRECISION)
+        biases += gradient.to(tl.float32)
+    sums += (part * clients + client) * OUT * (DEPTH + 1)
+    tl.store(sums + (o[:, None] * (DEPTH + 1) + k[None, :]), weights, (o < OUT)[:, None] & (k < DEPTH)[None, :])
+    if tl.program_id(0) == 0:
+        tl.store(sums + (o * (DEPTH + 1) + DEPTH), tl.sum(biases, 1), o < OUT)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _pool(
+    x, y, places, count, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest value in each window, the first of equal ones, and its place there."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = number < count
+    plane, pixel = number // (OH * OW), (number % (OH * OW)).to(tl.int32)
+    best = tl.full((BLOCK,), float("-inf"), x.dtype.element_ty)
+    place = tl.zeros((BLOCK,), tl.int32)
+    for i in tl.static_range(KH):
+        for j in tl.static_range(KW):
+            row, column = pixel // OW * SH - PH + i * DH, pixel % OW * SW - PW + j * DW
+            there = real & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+            value = tl.load(x + plane * (H * W) + (row * W + column), there, float("-inf"))
+            better = (value > best) | (value != value)  # not a number wins, as in PyTorch
+            best, place = tl.where(better, value, best), tl.where(better, i * KW + j, place)
+    tl.store(y + number, best, real)
+    tl.store(places + number, place.to(tl.uint8), real)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _unpool(
+    g, places, x, count, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each pixel the sum of the gradients of the windows in which it was the largest."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = number < count
+    plane, pixel = number // (H * W) * (OH * OW), (number % (H * W)).to(tl.int32)
+    row, column = pixel // W + PH, pixel % W + PW
+    total = tl.zeros((BLOCK,), tl.float32)
+    if SH == KH and SW == KW and DH == 1 and DW == 1:  # every pixel is in one window
+        where, inside = row // KH * OW + column // KW, real & (row < OH * KH) & (column < OW * KW)
+        chosen = tl.load(places + plane + where, inside, 255).to(tl.int32) == row % KH * KW + column % KW
+        total = tl.load(g + plane + where, inside & chosen, 0.0).to(tl.float32)
+    else:
+        for i in tl.static_range(KH):
+            for j in tl.static_range(KW):
+                down, right = row - i * DH, column - j * DW
+                inside = real & (down >= 0) & (down % SH == 0) & (down // SH < OH)
+                inside = inside & (right >= 0) & (right % SW == 0) & (right // SW < OW)
+                where = down // SH * OW + right // SW
+                chosen = tl.load(places + plane + where, inside, 255).to(tl.int32) == i * KW + j
+                total += tl.load(g + plane + where, inside & chosen, 0.0).to(tl.float32)
+    tl.store(x + number, total.to(x.dtype.element_ty), real)

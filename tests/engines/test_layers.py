@@ -1,0 +1,153 @@
+"""Our kernels against PyTorch's layers; without a GPU they are interpreted (see conftest.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from polyfed.engines import layers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLIENTS, SAMPLES = 3, 2
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Any:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+def gradients(layer: Callable[..., Tensor], dims: tuple[Any, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Results and the gradients of all inputs, of a function that weighs results unevenly."""
+
+    def loss(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        y = layer(*arguments)
+        return y.sin().sum(), y
+
+    numbers = tuple(range(len(inputs)))
+    found, results = vmap(grad(loss, numbers, has_aux=True), dims)(*inputs)
+    return (results, *found)
+
+
+def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for own, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("channels", "out", "kernel", "padding", "side"),
+    [(3, 16, (5, 5), 0, 12), (1, 6, (3, 3), 1, 7), (17, 20, (3, 2), (0, 1), 6), (2, 40, (1, 1), 0, 4)],
+)
+def test_convolution(channels: int, out: int, kernel: tuple[int, int], padding: Any, side: int) -> None:
+    x, weight = random(CLIENTS, SAMPLES, channels, side, side), random(CLIENTS, out, channels, *kernel)
+    own = gradients(
+        lambda *a: served(layers.convolution(*a, padding=padding)), (0, 0, 0), x, weight, random(CLIENTS, out)
+    )
+    theirs = gradients(lambda *a: functional.conv2d(*a, padding=padding), (0, 0, 0), x, weight, random(CLIENTS, out))
+    close(own, theirs)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not know bfloat16")
+def test_bfloat16() -> None:
+    """Products of bfloat16 numbers are added up in 32 bits."""
+    x, weight = random(CLIENTS, SAMPLES, 3, 8, 8).bfloat16(), random(CLIENTS, 4, 3, 3, 3).bfloat16()
+    own = gradients(lambda *a: served(layers.pooling(served(layers.convolution(*a)), 2)), (0, 0), x, weight)
+    theirs = gradients(lambda *a: functional.max_pool2d(functional.conv2d(*a), 2), (0, 0), x.float(), weight.float())
+    for mine, other in zip(own, theirs, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.float() - other).norm() < 0.03 * other.norm()
+
+
+def test_convolution_without_bias_of_images_that_lie_otherwise_and_of_shared_ones() -> None:
+    weight, x = random(CLIENTS, 5, 4, 3, 3), random(SAMPLES, CLIENTS, 4, 8, 6).transpose(3, 4)
+    for dims, images in (((1, 0), x), ((None, 0), x[:, 0])):
+        own = gradients(lambda *a: served(layers.convolution(*a)), dims, images, weight)
+        close(own, gradients(functional.conv2d, dims, images, weight))
+
+
+def test_convolution_of_one_client_without_vmap() -> None:
+    x, weight = random(SAMPLES, 3, 8, 8).requires_grad_(), random(4, 3, 3, 3).requires_grad_()
+    own = torch.autograd.grad(served(layers.convolution(x, weight)).sin().sum(), (x, weight))
+    close(own, torch.autograd.grad(functional.conv2d(x, weight).sin().sum(), (x, weight)))
+
+
+def test_the_images_gradient_is_left_out_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, calls = layers.kernels(), []
+    original = kernels.convolve
+    monkeypatch.setattr(kernels, "convolve", lambda *a: calls.append(1) or original(*a))
+    x, weight = random(CLIENTS, SAMPLES, 3, 8, 8), random(CLIENTS, 4, 3, 3, 3)
+    vmap(grad(lambda w, x: served(layers.convolution(x, w)).sum()))(weight, x)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("windows", [{}, {"stride": 1}, {"stride": 2, "padding": 1}, {"dilation": 2, "stride": 1}])
+@pytest.mark.parametrize("size", [2, (3, 2)])
+@pytest.mark.parametrize("side", [8, 9])
+def test_pooling(windows: dict[str, int], size: Any, side: int) -> None:
+    x = random(CLIENTS, SAMPLES, 3, side, side)
+    own = gradients(lambda a: served(layers.pooling(a, size, **windows)), (0,), x)
+    close(own, gradients(lambda a: functional.max_pool2d(a, size, **windows), (0,), x))
+
+
+def test_pooling_of_equal_values_and_of_none() -> None:
+    """The first of equal values gets the gradient; a value that is no number is not lost."""
+    x = torch.zeros(1, 1, 1, 4, 4, device=DEVICE)
+    x[0, 0, 0, 0, 2:] = torch.tensor([5.0, float("nan")])
+    x[0, 0, 0, 2:, :2] = float("-inf")
+    own, of_x = gradients(lambda a: served(layers.pooling(a, 2)), (0,), x)
+    theirs, of_x_theirs = gradients(lambda a: functional.max_pool2d(a, 2), (0,), x)
+    torch.testing.assert_close(own, theirs, equal_nan=True)
+    torch.testing.assert_close(of_x, of_x_theirs, equal_nan=True)
+
+
+def test_the_same_step_gives_the_same_numbers_again() -> None:
+    x, gradient = random(2, 40, 3, 9, 9), random(2, 40, 4, 7, 7)
+    first, second = (layers.kernels().weigh(x, gradient, (3, 3), (0, 0)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 2}, {"dilation": (2, 1)}, {"padding": "same"}, {"padding": 3}, {"groups": 2}],
+)
+def test_other_convolutions_are_left_to_pytorch(options: dict[str, Any]) -> None:
+    weight = random(4, 4 // options.get("groups", 1), 3, 3)
+    assert layers.convolution(random(SAMPLES, 4, 8, 8), weight, **options) is None
+
+
+def test_many_channels_and_other_numbers_are_left_to_pytorch() -> None:
+    assert layers.convolution(random(SAMPLES, 33, 8, 8), random(4, 33, 3, 3)) is None
+    assert layers.convolution(random(SAMPLES, 4, 8, 8), random(65, 4, 3, 3)) is None
+    assert layers.convolution(random(4, 8, 8), random(4, 4, 3, 3)) is None
+    assert layers.convolution(random(SAMPLES, 4, 8, 8).double(), random(4, 4, 3, 3).double()) is None
+
+
+@pytest.mark.parametrize("options", [{"ceil_mode": True}, {"return_indices": True}])
+def test_other_poolings_are_left_to_pytorch(options: dict[str, Any]) -> None:
+    assert layers.pooling(random(SAMPLES, 4, 8, 8), 2, **options) is None
+    assert layers.pooling(random(SAMPLES, 4, 20, 20), 16) is None
+
+
+def test_calls_on_a_cpu_pass() -> None:
+    x = random(SAMPLES, 3, 8, 8).cpu()
+    with layers.StackedLayers():
+        assert torch.equal(functional.max_pool2d(x, 2), functional.max_pool2d(x, kernel_size=2))
+
+
+def served(result: Tensor | None) -> Tensor:
+    assert result is not None
+    return result
