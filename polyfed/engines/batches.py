@@ -70,6 +70,14 @@ def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:
     return shuffled[start:stop]
 
 
+def visits(population: Population, client: int, phase: Phase) -> Tensor:
+    """How often samples of each class are visited in a phase."""
+    if phase.part == (0.0, 1.0):
+        return phase.epochs * population.counts[client]
+    labels = population.labels[phase_samples(population, client, phase)]
+    return phase.epochs * torch.bincount(labels, minlength=population.task.classes)
+
+
 def augment(x: Tensor, draws: State) -> Tensor:
     """The images after these draws of flip, erasing and crop."""
     return AUGMENTATION.apply(x, draws)

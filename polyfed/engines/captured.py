@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from polyfed.compute import capturing
-from polyfed.engines.cohort import PhaseStep, Plan
+from polyfed.engines.cohort import PhaseStep
+from polyfed.engines.local import left_out
+from polyfed.engines.plan import Plan
 from polyfed.message import State
+from polyfed.methods.base import Phase
 
 WORTH_A_SHAPE = 20
 """Steps of a smaller cohort from which capturing them costs less than to take them with all clients."""
@@ -54,7 +59,8 @@ class CapturedStep:
     """A cohort's step; in its lane on a GPU it is captured once and then replayed for every batch.
 
     Clients come in the order of their samples, so those that have finished are the last ones; when half of the cohort
-    has finished, only the other half takes further steps.
+    has finished, only the other half takes further steps. A batch that is short and may not be filled up is not worth
+    a graph: such a step is taken as it is.
     """
 
     def __init__(self, step: PhaseStep, lane: Lane, most_steps: int) -> None:
@@ -72,16 +78,17 @@ class CapturedStep:
         """Queue all steps of a plan, from a fresh optimiser state."""
         self.step.reset()
         self._load(plan)
-        for active in plan.active:
+        width = plan.inputs["rows"].shape[2]
+        for active, samples in zip(plan.active, plan.samples, strict=True):
             count = self._count(active)
-            if count in self._graphs:
+            if samples == width and count in self._graphs:
                 self._graphs[count].replay()
                 continue
             self.step.set_modes()
-            self._take(count)  # a warm-up that counts
-            if self._lane.stream is not None:
+            self._take(count, samples)  # a warm-up that counts
+            if samples == width and self._lane.stream is not None:
                 with self._lane.capture() as graph:
-                    self._take(count)
+                    self._take(count, samples)
                 self._graphs[count] = graph
 
     def _load(self, plan: Plan) -> None:
@@ -92,10 +99,10 @@ class CapturedStep:
             self._inputs[name][: len(tensor)].copy_(tensor)
         self._number.zero_()
 
-    def _take(self, count: int) -> None:
+    def _take(self, count: int, samples: int) -> None:
         """The next step, for the first clients; it reads its own number from memory, so a graph of it can too."""
-        inputs = {name: t[:, :count].index_select(0, self._number)[0] for name, t in self._inputs.items()}
-        self._parts[count](inputs)
+        chosen = {name: t[:, :count].index_select(0, self._number)[0] for name, t in self._inputs.items()}
+        self._parts[count]({name: tensor[:, :samples] for name, tensor in chosen.items()})
         self._number += 1
         self._begun = True
 
@@ -111,6 +118,23 @@ class CapturedStep:
             return full
         self._parts[count] = self.step.leading(count)
         return count
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A cohort whose training in a round has been queued."""
+
+    clients: list[int]
+    state: State
+    phases: Sequence[Phase]
+    steps: list[PhaseStep]
+    """One per phase; they hold what came out."""
+    left_out: list[Tensor]
+    """The samples that are not visited, phase by phase."""
+
+    def notes(self) -> list[str]:
+        """What is to be said of the samples that are not visited."""
+        return [left_out(phase) for phase, samples in zip(self.phases, self.left_out, strict=True) if len(samples)]
 
 
 def bucket(active: int, full: int) -> int:

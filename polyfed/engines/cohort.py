@@ -2,33 +2,35 @@
 
 Every loss, prediction and statistic runs under `torch.func.vmap` over the stacked states, through the same code as in
 the plain loop. Batches are rows of sample numbers; −1 pads a short batch, and a client whose rows are all −1 has
-finished and does not move.
+finished and does not move. A single client is not stacked: its layers are the ordinary ones, and batch norm among them
+changes the running statistics in the client's state in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_leaves, tree_map
 
 from polyfed.compute import precision
 from polyfed.data import Dataset
-from polyfed.engines.batches import Epoch, augment, epochs
+from polyfed.engines.batches import augment
 from polyfed.engines.layers import StackedLayers
-from polyfed.engines.local import Evaluation, prepare
+from polyfed.engines.local import Evaluation, batch_norm_trains, prepare
 from polyfed.engines.population import Population
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.network import ClientNetwork
 from polyfed.methods.statistics import ClassStatistics, group_covariances, means_from_sums
+from polyfed.models import SeededDropout
 
-EVALUATION_SAMPLES = 8192
-"""Samples of all clients together in one step of an evaluation."""
+EVALUATION_SAMPLES, EVALUATION_VALUES = 8192, 8192 * 3 * 32 * 32
+"""Most samples of all clients together in one step of an evaluation, and most values of these samples."""
 
 
 class Applied(nn.Module):
@@ -49,56 +51,6 @@ class Applied(nn.Module):
         return lambda *arguments: functional_call(self, named, arguments)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The batches of a cohort in one phase, on the compute device: [steps, clients, batch, …]."""
-
-    inputs: State
-    """By name: `rows`, sample numbers, −1 where there is none; draws for them (`first.flip`, `drawn.noise`)."""
-    active: list[int]
-    """For each step, the number of clients up to the last one that has a batch."""
-
-    def at(self, step: int) -> State:
-        """The inputs of one step."""
-        return {name: tensor[step] for name, tensor in self.inputs.items()}
-
-
-def new_plan(population: Population, clients: Sequence[int], width: int, size: int, phase: Phase, round: int) -> Plan:
-    """All batches of these clients in a phase, padded to a common number of steps and to `size` clients."""
-    tables = [_table(list(epochs(population, client, phase, round)), width) for client in clients]
-    steps = max((len(table["rows"]) for table in tables if table), default=0)
-    inputs: State = {"rows": torch.full((steps, size, width), -1)}
-    for column, table in enumerate(tables):
-        for name, values in table.items():
-            if name not in inputs:
-                inputs[name] = values.new_zeros(steps, size, *values.shape[1:])
-            inputs[name][: len(values), column] = values
-    having = (inputs["rows"] >= 0).any(2)
-    active = (having * torch.arange(1, size + 1)).amax(1).tolist() if steps else []
-    return Plan({name: tensor.to(population.device) for name, tensor in inputs.items()}, active)
-
-
-def _table(passes: Sequence[Epoch], width: int) -> State:
-    """A client's passes over its samples, with all that was drawn for them, by name: [batches, width, …]."""
-    named = []
-    for epoch in passes:
-        draws = {"rows": epoch.samples} | {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
-        for view, changes in zip(("first", "second"), epoch.augmentations, strict=False):
-            draws |= {f"{view}.{name}": tensor for name, tensor in changes.items()}
-        named.append(draws)
-    stacked = {name: torch.stack([draws[name] for draws in named]) for name in (named[0] if named else ())}
-    return {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in stacked.items()}
-
-
-def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
-    """Values of samples in several passes cut into batches [all batches, width, …], the last of a pass filled up."""
-    passes, count = values.shape[:2]
-    batches = -(-count // width)
-    filled = torch.full((passes, batches * width, *values.shape[2:]), filler, dtype=values.dtype)
-    filled[:, :count] = values
-    return filled.view(passes * batches, width, *values.shape[2:])
-
-
 class PhaseStep:
     """One step of one phase for a whole cohort: batch, loss, gradient, update, in place on stacked tensors."""
 
@@ -116,9 +68,10 @@ class PhaseStep:
         self._classes = population.task.classes
         self._lr = phase.lr or training.lr
         self._training = training
+        self.bf16 = training.bf16
         self._groups = groups
         self._loss = Applied(network, self._masked_loss)
-        self._gradient = vmap(grad(self._client_loss, has_aux=True))
+        self._gradient = grad(self._client_loss, has_aux=True)
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
         self.total = torch.zeros(size, device=population.device)
         self.sums: Tensor | None = None
@@ -154,7 +107,7 @@ class PhaseStep:
         batch = self._batch(rows, inputs) | {"mask": mask}
         if self._unsure:
             self._leave_out_unreached(batch)
-        gradients, seen = self._gradient(self.trained, self.frozen, batch)
+        gradients, seen = for_each(self._gradient, self.trained, self.frozen, batch)
         self._update(gradients, mask.any(1))
         self.total += seen["total"]
         if "vectors" in seen:
@@ -180,7 +133,7 @@ class PhaseStep:
         mask = batch["mask"]
         # A client that has finished gets a batch too, so that its loss is a number and its gradient exactly zero.
         given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("view"), drawn)
-        with precision(batch["x"].device, bf16=self._training.bf16):
+        with precision(batch["x"].device, bf16=self.bf16):
             outcome = self._phase.loss(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
         total = torch.where(mask, values, 0.0).sum()
@@ -193,9 +146,9 @@ class PhaseStep:
 
     def _leave_out_unreached(self, batch: State) -> None:
         """A parameter that the loss does not depend on has no gradient and does not decay either, as in the loop."""
-        frozen, first = ({name: tensor[0] for name, tensor in state.items()} for state in (self.frozen, batch))
-        trained = {name: tensor[0].clone().requires_grad_() for name, tensor in self.trained.items()}
-        mean, _ = self._client_loss(trained, frozen, first)
+        trained = {name: tensor.clone().requires_grad_() for name, tensor in _first(self.trained).items()}
+        frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}  # batch norm would change it
+        mean, _ = self._client_loss(trained, frozen, _first(batch))
         gradients = torch.autograd.grad(mean, list(trained.values()), allow_unused=True)
         for name, gradient in zip(trained, gradients, strict=True):
             if gradient is None:
@@ -237,6 +190,18 @@ class PhaseStep:
         return shortened
 
 
+def for_each(function: Callable[..., Any], *stacked: Any) -> Any:
+    """A function of each client's part of stacked tensors, for all clients at once."""
+    if len(tree_leaves(stacked)[0]) > 1:
+        return vmap(function)(*stacked)
+    return tree_map(lambda tensor: tensor[None], function(*map(_first, stacked)))
+
+
+def _first(stacked: Any) -> Any:
+    """The first client's part of stacked tensors, in the same memory."""
+    return tree_map(lambda tensor: tensor[0], stacked)
+
+
 def _column(values: Tensor, like: Tensor) -> Tensor:
     """One value per client, shaped to multiply a stacked tensor."""
     return values.view(-1, *(1,) * (like.dim() - 1))
@@ -256,12 +221,12 @@ def in_chunks(
 ) -> list[tuple[Tensor, object]]:
     """A function of (network, images) for all clients over all their samples; pairs of rows and results."""
     applied = Applied(network, function)
-    stacked = vmap(lambda own, x: applied.on(own)(x))
-    width = max(1, EVALUATION_SAMPLES // max(1, len(rows)))
+    samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
+    width = max(1, samples // max(1, len(rows)))
     results = []
     for chunk in rows.split(width, 1) if rows.shape[1] else ():
         x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
-        results.append((chunk, stacked(state, x.unflatten(0, chunk.shape))))
+        results.append((chunk, for_each(lambda own, a: applied.on(own)(a), state, x.unflatten(0, chunk.shape))))
     return results
 
 
@@ -309,7 +274,7 @@ def evaluate(
                 hits = (values.argmax(-1) == labels).sum(1)
                 right[rule] = right[rule] + hits if rule in right else hits
         counts.append({rule: hits.tolist() for rule, hits in right.items()})
-    rules = list(counts[0] or counts[1]) or own_rules(population, clients[0], network, state)
+    rules = list(counts[0] or counts[1]) or own_rules(population, clients[:1], network, state)
     none = [0] * len(clients)
     return {
         client: Evaluation(
@@ -322,10 +287,10 @@ def evaluate(
     }
 
 
-def own_rules(population: Population, client: int, network: ClientNetwork, state: State) -> list[str]:
-    """The names of the method's ways to predict, from one training sample."""
-    rows = population.data[client].train[:1].view(1, 1).to(population.device)
-    first = {name: tensor[:1] for name, tensor in state.items()}
+def own_rules(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> list[str]:
+    """The names of the method's ways to predict, from one training sample of each client."""
+    rows = torch.stack([population.data[client].train[:1] for client in clients]).to(population.device)
+    first = {name: tensor[: len(clients)] for name, tensor in state.items()}
     ((_, scores),) = in_chunks(population.dataset, network, first, rows, population.method.predict)
     assert isinstance(scores, dict)
     return list(scores)
@@ -340,7 +305,33 @@ def remarks(
     rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
     x, y = population.dataset.batch(rows.flatten(), population.device)
     applied = Applied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
-    found = vmap(lambda own, a, b: applied.on(own)(a, b))(state, x.unflatten(0, rows.shape), y.view_as(rows))
+    given = x.unflatten(0, rows.shape), y.view_as(rows)
+    found = for_each(lambda own, a, b: applied.on(own)(a, b), state, *given)
     assert isinstance(found, dict)
     truth = {remark: values.tolist() for remark, values in found.items()}
     return [tuple(remark for remark, values in truth.items() if values[i]) for i in range(len(clients))]
+
+
+def unstackable(network: nn.Module) -> str | None:
+    """What in a network keeps it from being stacked, and a step of it from being captured."""
+    for module in network.modules():
+        if isinstance(module, SeededDropout) and module.p > 0:
+            return "it has dropout, whose draws belong to one client"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            return "it has batch norm without running statistics, which looks at all samples of a batch even in a test"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+            return "it has batch norm with momentum=None, which asks how many batches it has seen"
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.running_mean is not None:
+            return "it has instance norm with running statistics, which a padded batch would change"
+    return None
+
+
+def normed_phases(network: ClientNetwork, phases: Sequence[Phase]) -> set[str]:
+    """The phases in which batch norm trains."""
+    found = set()
+    for phase in phases:
+        prepare(network, phase)
+        if batch_norm_trains(network):
+            found.add(phase.name)
+    network.requires_grad_(False)
+    return found

@@ -102,7 +102,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     training, device = population.training, population.device
     result = PhaseResult()
     groups = prepare(net, phase)
-    single_allowed = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in net.modules())
+    single_allowed = not batch_norm_trains(net)
     bounded = [(parameter, phase.bounds[name]) for name, parameter in net.named_parameters() if name in phase.bounds]
     visited, total = 0, torch.zeros((), device=device)
     sums: Tensor | None = None
@@ -110,7 +110,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     with sgd(groups, phase.lr or training.lr, training) as step:
         for batch in batches(population, client, phase, round):
             if len(batch.y) == 1 and not single_allowed:
-                result.notes = [f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"]
+                result.notes = [left_out(phase)]
                 continue
             with precision(device, bf16=training.bf16):
                 outcome = phase.loss(net, batch)
@@ -149,6 +149,16 @@ def prepare(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
         module = net.get_submodule(name).train().requires_grad_(True)
         groups.append(list(module.parameters()))
     return groups
+
+
+def batch_norm_trains(net: nn.Module) -> bool:
+    """Whether what becomes of a sample depends on the others in its batch; a sample alone then can't be trained on."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in net.modules())
+
+
+def left_out(phase: Phase) -> str:
+    """What is said of a sample that was alone in its batch."""
+    return f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"
 
 
 def collect(population: Population, data: ClientData, net: ClientNetwork) -> ClassStatistics | None:

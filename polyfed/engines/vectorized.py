@@ -4,34 +4,35 @@ A small network's step is limited by the launches of its kernels, not by arithme
 architecture (a cohort) makes one launch serve all of them, and on CUDA a whole step is captured once as a graph and
 replayed, cohorts of different architectures side by side. The numbers are those of the plain loop to float tolerance.
 
-What can't be stacked is trained by the plain loop and said so once: networks with batch norm (a padded batch would
-change its statistics), with dropout (its masks come from one generator per client), or that `vmap` does not take.
+Batch norm looks at all samples of a batch, so clients whose batch norm trains can't be padded to a common shape: each
+is a cohort of its own, and only what evaluates them is stacked. What can't be stacked at all is trained by the plain
+loop: networks with dropout (its masks come from one generator per client), or that `vmap` does not take. Both are said
+once.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
 
 from polyfed.engines import cohort as stacked
 from polyfed.engines import local
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.batches import phase_samples
-from polyfed.engines.captured import CapturedStep, Lane
+from polyfed.engines.batches import visits
+from polyfed.engines.captured import Begun, CapturedStep, Lane
 from polyfed.engines.local import Evaluation
+from polyfed.engines.plan import Plan, new_plan
 from polyfed.engines.population import Population, Workbench
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase, Reply, Trained
 from polyfed.methods.network import ClientNetwork
 from polyfed.methods.statistics import ClassStatistics, means_from_sums
-from polyfed.models import SeededDropout
 
 Result = TypeVar("Result")
 
@@ -51,8 +52,10 @@ class VectorizedEngine(LocalEngine):
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
         self._stacks: dict[tuple[str, int], State] = {}
         self._lanes: dict[str, Lane] = {}
-        self._one_by_one: dict[str, str] = {}
-        self._checked: set[str] = set()
+        self._looped: dict[str, str] = {}
+        """By architecture, why the plain loop trains it."""
+        self._normed: dict[str, set[str]] = {}
+        """By architecture, the phases in which batch norm trains."""
         self._limit = LARGEST_COHORT
         self._apart = True
         """Architectures have lanes of their own."""
@@ -76,12 +79,14 @@ class VectorizedEngine(LocalEngine):
             keep([self._train_one(self._bench, client, downloads[client], round) for client in clients])
             self._bench.release()
         # Cohorts of one architecture use the same memory, so they train one after another; all others side by side.
-        waiting = self._cohorts(downloads, stackable=True)
+        waiting: dict[str, deque[list[int]]] = {}
+        for clients in self._cohorts(downloads, stackable=True, training=True):
+            waiting.setdefault(self._architecture(clients[0]), deque()).append(clients)
         while waiting:
-            wave = {self._lane_name(clients[0]): clients for clients in reversed(waiting)}
-            for answers in self._train_side_by_side(list(wave.values()), downloads, round):
+            wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
+            for answers in self._train_side_by_side(wave, downloads, round):
                 keep(answers)
-            waiting = [clients for clients in waiting if clients[0] not in replies]
+            waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
         return [replies[client] for client in sorted(replies)]
 
     def evaluate(
@@ -105,13 +110,17 @@ class VectorizedEngine(LocalEngine):
 
     # Cohorts ----------------------------------------------------------------------------------------------------------
 
-    def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:
-        """The clients that can be stacked, or all others, by architecture, in pieces that fit."""
+    def _cohorts(self, clients: Iterable[int], *, stackable: bool, training: bool = False) -> list[list[int]]:
+        """The clients that can be stacked, or all others, by architecture, in pieces that fit.
+
+        For `training`, one by one where batch norm trains.
+        """
         groups: dict[str, list[int]] = {}
         for client in sorted(clients):
             if (self._reason_for_the_loop(client) is None) == stackable:
                 groups.setdefault(self._architecture(client), []).append(client)
-        return [g[i : i + self._limit] for g in groups.values() for i in range(0, len(g), self._limit)]
+        most = {name: 1 if training and self._normed[name] else self._limit for name in groups}
+        return [g[i : i + most[name]] for name, g in groups.items() for i in range(0, len(g), most[name])]
 
     def _architecture(self, client: int) -> str:
         return self.population.architectures[client].name
@@ -148,14 +157,16 @@ class VectorizedEngine(LocalEngine):
         """Queue all that a cohort trains in this round, and wait for nothing."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
         phases, width, size = self.population.method.phases(), self._width(clients[0]), self._size(clients)
+        normed = self._normed[self._architecture(clients[0])]
         with self._lane(clients[0]).entered():
             # All plans first: to bring one to a GPU waits until the phase before has been trained.
-            plans = [stacked.new_plan(self.population, clients, width, size, phase, round) for phase in phases]
+            plan = partial(new_plan, self.population, clients, width, size, round=round)
+            plans = [plan(phase=phase, pads=phase.name not in normed) for phase in phases]
             state = self._stack(clients, round, downloads, keep=True)
-            pairs = zip(phases, plans, strict=True)
-            return Begun(clients, state, phases, [self._train_phase(clients, state, phase, p) for phase, p in pairs])
+            steps = [self._train_phase(clients, state, *each) for each in zip(phases, plans, strict=True)]
+            return Begun(clients, state, phases, steps, [plan.left_out for plan in plans])
 
-    def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: stacked.Plan) -> stacked.PhaseStep:
+    def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: Plan) -> stacked.PhaseStep:
         captured = self._captured(clients[0], state, phase)
         captured.run(plan)
         return captured.step
@@ -181,7 +192,7 @@ class VectorizedEngine(LocalEngine):
                 )
                 message = method.upload(answer).snapshot(method.heavy)
                 spent = flops.of_round(begun.phases, people.data[client])
-                replies.append(Reply(client, message, losses[i], spent, remarks[i]))
+                replies.append(Reply(client, message, losses[i], spent, (*begun.notes(), *remarks[i])))
             # Last of all: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, states)
         lane.join()
@@ -191,15 +202,17 @@ class VectorizedEngine(LocalEngine):
         """Each client's mean loss in the first phase that trains its model, and the class means of tracked vectors."""
         losses: list[list[float]] = []
         tracked: list[ClassStatistics | None] = [None] * len(begun.clients)
-        for phase, step in zip(begun.phases, begun.steps, strict=True):
+        people = self.population
+        for phase, step, left_out in zip(begun.phases, begun.steps, begun.left_out, strict=True):
+            missed = torch.bincount(people.labels[left_out], minlength=people.task.classes)
             sums = step.sums.cpu() if step.sums is not None else None
             means = []
             for i, (client, total) in enumerate(zip(begun.clients, step.total.tolist(), strict=False)):
                 local.check_finite(total, client, round, phase.name)
-                counts = visits(self.population, client, phase)
+                counts = visits(people, client, phase) - missed
                 visited = int(counts.sum())
                 means.append(total / visited if visited else float("nan"))
-                if sums is not None:
+                if sums is not None and visited:
                     tracked[i] = tracked[i] or means_from_sums(sums[i], counts)
             if "model" in phase.trains:
                 losses.append(means)
@@ -326,28 +339,35 @@ class VectorizedEngine(LocalEngine):
     # What can't be stacked --------------------------------------------------------------------------------------------
 
     def _reason_for_the_loop(self, client: int) -> str | None:
-        """Why clients of this architecture train one by one, or None."""
+        """Why the plain loop trains clients of this architecture, or None."""
         name = self._architecture(client)
-        if name not in self._checked:
-            self._checked.add(name)
-            reason = unstackable(self._network(client)) or self._try_vmap(client)
+        if name not in self._normed:
+            network = self._network(client)
+            self._normed[name] = stacked.normed_phases(network, self.population.method.phases())
+            reason = stacked.unstackable(network) or self._try_vmap(client)
             if reason:
-                self._one_by_one[name] = reason
+                self._looped[name] = reason
                 self._notes.append(f"clients with {name} train one after another: {reason}")
-        return self._one_by_one.get(name)
+            elif self._normed[name]:
+                self._notes.append(f"clients with {name} train one after another because of batch norm")
+        return self._looped.get(name)
 
     def _try_vmap(self, client: int) -> str | None:
         """Train, predict and collect with two copies of the client; what `vmap` or the network says if that fails."""
         people, network, twice = self.population, self._network(client), [client, client]
+        alone = bool(self._normed[self._architecture(client)])
+        width = min(2, self._width(client)) if alone else self._width(client)  # alone it may just fit into memory
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
         try:
             for phase in people.method.phases():
-                plan = stacked.new_plan(people, twice, self._width(client), 2, phase, 0)
+                plan = new_plan(people, twice, width, 2, phase, 0)
                 if plan.active:
-                    stacked.PhaseStep(people, network, phase, state)(plan.at(0))
+                    step = stacked.PhaseStep(people, network, phase, state)
+                    step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
+                    step(plan.at(0))
             network.eval()
             with torch.no_grad():
-                stacked.own_rules(people, client, network, state)
+                stacked.own_rules(people, twice, network, state)
                 stacked.collect(people, twice, network, state)
                 stacked.remarks(people, twice, network, state)
         except torch.OutOfMemoryError:
@@ -362,32 +382,3 @@ class VectorizedEngine(LocalEngine):
             replies[0] = replace(replies[0], notes=(*replies[0].notes, *self._notes))
             self._notes.clear()
         return replies
-
-
-def unstackable(network: nn.Module) -> str | None:
-    """What in a network keeps it from being stacked."""
-    for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return "it has batch norm, whose statistics a padded batch would change"
-        if isinstance(module, SeededDropout) and module.p > 0:
-            return "it has dropout, whose draws belong to one client"
-    return None
-
-
-def visits(population: Population, client: int, phase: Phase) -> Tensor:
-    """How often samples of each class are visited in a phase."""
-    if phase.part == (0.0, 1.0):
-        return phase.epochs * population.counts[client]
-    labels = population.labels[phase_samples(population, client, phase)]
-    return phase.epochs * torch.bincount(labels, minlength=population.task.classes)
-
-
-@dataclass(frozen=True, eq=False)
-class Begun:
-    """A cohort whose training in a round has been queued."""
-
-    clients: list[int]
-    state: State
-    phases: Sequence[Phase]
-    steps: list[stacked.PhaseStep]
-    """One per phase; they hold what came out."""

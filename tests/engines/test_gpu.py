@@ -38,12 +38,49 @@ def test_captured_steps_of_uneven_clients(tmp_path: Path, method: str) -> None:
     assert max(max(step._asked.values(), default=0) for step in steps) > WORTH_A_SHAPE
 
 
+def test_kernels_for_the_papers_cnns(tmp_path: Path) -> None:
+    """With batches of several sizes, short ones among them."""
+    settings = {
+        "models": ("cnn1", "cnn2"), "dataset": support.tiny_dataset(side=32, channels=3), "lr": 0.01, "batch_size": 5,
+        "clients": 6, "training": {"momentum": 0.5, "augment": True},
+    }  # fmt: skip
+    expected, _ = run(tmp_path, SequentialEngine, "fedproto", **settings)
+    actual, federation = run(tmp_path, VectorizedEngine, "fedproto", **settings)
+    assert federation.engine._steps
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-3, atol=1e-4)
+
+
 def test_bf16_and_the_papers_cnns(tmp_path: Path) -> None:
     dataset = support.tiny_dataset(side=32, channels=3)
     settings = {"models": ("cnn1", "cnn5"), "dataset": dataset, "training": {"bf16": True, "augment": True}, "lr": 0.01}
     expected, _ = run(tmp_path, SequentialEngine, "fedproto", **settings)
     actual, _ = run(tmp_path, VectorizedEngine, "fedproto", **settings)
     assert actual["loss_mean"].to_numpy() == pytest.approx(expected["loss_mean"].to_numpy(), rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["standalone", "fedproto", "pfedes"])
+def test_batch_norm_trains_by_captured_steps_of_single_clients(tmp_path: Path, method: str) -> None:
+    """Short ResNets with uneven clients: full batches are replayed, short ones taken as they are, buffers included."""
+    settings = {
+        "models": ("resnet4", "resnet6"), "dataset": support.tiny_dataset(side=32, channels=3), "clients": 6,
+        "partition": "dirichlet", "alpha": 0.5, "batch_size": 6, "rounds": 3, "lr": 0.005, "features": 64,
+        "training": {"momentum": 0.5, "weight_decay": 1e-3, "epochs": 2},
+    }  # fmt: skip
+    expected, plain = run(tmp_path, SequentialEngine, method, **settings)
+    actual, captured = run(tmp_path, VectorizedEngine, method, **settings)
+    notes = [event["note"] for event in captured.folder.events() if "one after another" in event.get("note", "")]
+    assert len(notes) == 2 and all(note.endswith("train one after another because of batch norm") for note in notes)
+    assert actual["loss_mean"].to_numpy() == pytest.approx(expected["loss_mean"].to_numpy(), rel=1e-2)
+    steps = captured.engine._steps
+    assert {size for _, size, _ in steps} == {1}
+    assert all(list(step._graphs) == [1] for step in steps.values())
+    for client in range(6):
+        state = captured.engine.get_state(client)
+        for name, tensor in plain.engine.get_state(client).items():
+            if name.endswith("num_batches_tracked"):
+                assert torch.equal(state[name], tensor), name
+            elif name.endswith(("running_mean", "running_var")):
+                torch.testing.assert_close(state[name], tensor, rtol=2e-2, atol=2e-3, msg=name)
 
 
 def test_little_memory_halves_cohorts_and_changes_no_number(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""All batches of a cohort in one phase as tables of one shape, so that every step does the same work.
+
+A short batch is padded, unless batch norm trains on it: that looks at all samples of a batch, so each batch must have
+exactly its own. Then the cohort is a single client, and its short batches are taken for what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyfed.engines.batches import Epoch, epochs
+from polyfed.engines.population import Population
+from polyfed.message import State
+from polyfed.methods.base import Phase
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of a cohort in one phase, on the compute device: [steps, clients, batch, …]."""
+
+    inputs: State
+    """By name: `rows`, sample numbers, −1 where there is none; draws for them (`first.flip`, `drawn.noise`)."""
+    active: list[int]
+    """For each step, the number of clients up to the last one that has a batch."""
+    samples: list[int]
+    """For each step, how many samples it takes of every client: a full batch, or fewer if nothing may be padded."""
+    left_out: Tensor
+    """Samples that are not visited, each as often as it would have been."""
+
+    def at(self, step: int) -> State:
+        """The inputs of one step."""
+        return {name: tensor[step] for name, tensor in self.inputs.items()}
+
+
+def new_plan(
+    population: Population,
+    clients: Sequence[int],
+    width: int,
+    size: int,
+    phase: Phase,
+    round: int,
+    *,
+    pads: bool = True,
+) -> Plan:
+    """All batches of these clients in a phase, padded to a common number of steps and to `size` clients.
+
+    Without `pads`, for a single client: short batches stay as they are, and one of a single sample is left out.
+    """
+    tables = [_table(list(epochs(population, client, phase, round)), width) for client in clients]
+    steps = max((len(table["rows"]) for table in tables if table), default=0)
+    inputs: State = {"rows": torch.full((steps, size, width), -1)}
+    for column, table in enumerate(tables):
+        for name, values in table.items():
+            if name not in inputs:
+                inputs[name] = values.new_zeros(steps, size, *values.shape[1:])
+            inputs[name][: len(values), column] = values
+    left_out = torch.zeros(0, dtype=torch.int64)
+    if not pads:
+        single = (inputs["rows"] >= 0).sum((1, 2)) == 1
+        left_out = inputs["rows"][single].amax((1, 2))
+        inputs = {name: tensor[~single] for name, tensor in inputs.items()}
+    filled = (inputs["rows"] >= 0).sum(2)
+    active = ((filled > 0) * torch.arange(1, size + 1)).amax(1).tolist()
+    samples = [width] * len(filled) if pads else filled.amax(1).tolist()
+    return Plan({name: tensor.to(population.device) for name, tensor in inputs.items()}, active, samples, left_out)
+
+
+def _table(passes: Sequence[Epoch], width: int) -> State:
+    """A client's passes over its samples, with all that was drawn for them, by name: [batches, width, …]."""
+    named = []
+    for epoch in passes:
+        draws = {"rows": epoch.samples} | {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
+        for view, changes in zip(("first", "second"), epoch.augmentations, strict=False):
+            draws |= {f"{view}.{name}": tensor for name, tensor in changes.items()}
+        named.append(draws)
+    stacked = {name: torch.stack([draws[name] for draws in named]) for name in (named[0] if named else ())}
+    return {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in stacked.items()}
+
+
+def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
+    """Values of samples in several passes cut into batches [all batches, width, …], the last of a pass filled up."""
+    passes, count = values.shape[:2]
+    batches = -(-count // width)
+    filled = torch.full((passes, batches * width, *values.shape[2:]), filler, dtype=values.dtype)
+    filled[:, :count] = values
+    return filled.view(passes * batches, width, *values.shape[2:])

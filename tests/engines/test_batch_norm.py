@@ -1,0 +1,253 @@
+"""Batch norm on the vectorized engine: clients train one at a time, with the sequential engine's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyfed.engines import Population, SequentialEngine, VectorizedEngine
+from polyfed.engines.cohort import PhaseStep
+from polyfed.engines.plan import new_plan
+from polyfed.message import Message
+from polyfed.methods.base import Reply
+from tests import support
+
+HERE = "tests.engines.test_batch_norm"
+ENGINE_NOTE = "clients with Plain train one after another because of batch norm"
+
+
+class Plain(support.Normed):
+    """A network with batch norm and without dropout."""
+
+    def __init__(self, in_channels: int, classes: int, norm: nn.Module | None = None) -> None:
+        super().__init__(in_channels, classes)
+        self.body[1] = norm or nn.BatchNorm2d(4, momentum=0.3)
+        self.body[5] = nn.Identity()
+
+
+class Residual(nn.Module):
+    """A block with a shortcut, batch norm of images and of vectors, max-pooling."""
+
+    def __init__(self, in_channels: int, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(in_channels, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6))
+        self.second = nn.Sequential(nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6))
+        self.rest = nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, support.FEATURES))
+        self.last = nn.Sequential(nn.BatchNorm1d(support.FEATURES), nn.ReLU())
+        self.out = nn.Linear(support.FEATURES, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        logits: Tensor = self.out(self.last(self.rest(torch.relu(x + self.second(x)))))
+        return logits
+
+
+class NormedProxy(nn.Sequential):
+    """A proxy extractor for pFedES, with batch norm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels))
+
+
+def run(tmp_path: Path, engine: Any, method: Any, **settings: Any) -> tuple[pd.DataFrame, list[str], Any]:
+    """Rounds, notes and the federation of a finished run."""
+    federation = support.federation(tmp_path / engine.__name__, method, engine, **settings)
+    federation.run()
+    notes = [event["note"] for event in federation.folder.events() if event["event"] == "note"]
+    return federation.folder.rounds().drop(columns="seconds"), notes, federation
+
+
+def assert_agree(tmp_path: Path, method: Any, **settings: Any) -> list[str]:
+    """Both engines give the same rounds, states (buffers included) and evaluations; what only one of them says."""
+    expected, said, plain = run(tmp_path, SequentialEngine, method, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polyfed.engines.base.local.train", None)  # nothing goes through the plain loop
+        actual, notes, captured = run(tmp_path, VectorizedEngine, method, **settings)
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    everybody = range(plain.config.clients)
+    assert captured.engine.evaluate(everybody, 9) == plain.engine.evaluate(everybody, 9)
+    for client in everybody:
+        assert_states_agree(captured.engine, plain.engine, client)
+    assert [note for note in notes if note in said] == said
+    return [note for note in notes if note not in said]
+
+
+def assert_states_agree(one: Any, other: Any, client: int) -> None:
+    for name, tensor in other.get_state(client).items():
+        torch.testing.assert_close(one.get_state(client)[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def train_both(clients: Population) -> tuple[list[Reply], list[Reply]]:
+    """What clients answer on the vectorized and on the sequential engine; their states agree."""
+    everybody = range(len(clients.data))
+    engines = VectorizedEngine(clients), SequentialEngine(clients)
+    actual, expected = (engine.train(1, {client: Message() for client in everybody}) for engine in engines)
+    for client in everybody:
+        assert_states_agree(*engines, client)
+    return actual, expected
+
+
+def shortened(clients: Population, kept: Sequence[int]) -> Population:
+    """The clients with so many training samples each."""
+    data = [replace(own, train=own.train[:count]) for own, count in zip(clients.data, kept, strict=True)]
+    return replace(clients, data=data)
+
+
+@pytest.mark.parametrize("method", ["standalone", "fedavg", "fedproto", "dc-pfl", "fml", "fedgen", "fedclassavg", "fd"])
+def test_methods_agree_with_the_plain_loop(tmp_path: Path, method: str) -> None:
+    notes = assert_agree(tmp_path, method, models=(Plain,), clients=5, lr=0.05)
+    assert notes == [f"client 0: {ENGINE_NOTE}"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training": {"momentum": 0.9, "weight_decay": 1e-2, "clip": 0.5}},
+        {"training": {"weight_decay": 1e-2, "augment": True, "epochs": 3}},
+        {"partition": "dirichlet", "alpha": 0.5, "batch_size": 5, "training": {"epochs": 2, "momentum": 0.5}},
+        {"participation": 0.5, "clients": 6, "rounds": 3},
+        {"evaluate": "after-download"},
+        {"batch_size": 1000},
+        {"models": (Residual, support.Wide, Plain), "clients": 7},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_uneven_cases_agree_with_the_plain_loop(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert_agree(tmp_path, "fedproto", **{"models": (Plain, Residual), "lr": 0.02, **settings})
+
+
+@pytest.mark.parametrize("models", [(support.Wide,), (Plain,)])
+def test_batch_norm_beside_the_model_and_in_some_phases_only(tmp_path: Path, models: Any) -> None:
+    """The proxy's statistics rest while the model trains, and the model's while the proxy trains."""
+    method = {"name": "pfedes", "proxy": f"{HERE}:NormedProxy"}
+    training = {"momentum": 0.5, "weight_decay": 1e-2}
+    notes = assert_agree(tmp_path, method, models=models, training=training, lr=0.02, batch_size=7)
+    assert notes == [f"client 0: clients with {models[0].__name__} train one after another because of batch norm"]
+
+
+def test_every_batch_has_exactly_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19, 16, 9 and 1 samples in batches of 8: short ones are not padded, and a single sample is left out."""
+    clients = shortened(support.population("standalone", models=(Plain,), epochs=2), (19, 16, 9, 1))
+    original, shapes = PhaseStep.__call__, []
+
+    def seen(self: PhaseStep, inputs: Any) -> None:
+        shapes.append(tuple(inputs["rows"].shape))
+        assert len(shapes) == 1 or (inputs["rows"] >= 0).all()
+        original(self, inputs)
+
+    monkeypatch.setattr(PhaseStep, "__call__", seen)
+    train_both(clients)
+    # Two copies of one client try whether it can be stacked; then each client has its two epochs.
+    assert shapes == [(2, 2), *[(1, 8), (1, 8), (1, 3)] * 2, *[(1, 8)] * 4, *[(1, 8)] * 2]
+
+
+@pytest.mark.parametrize("method", ["standalone", "fd", "dc-pfl"])
+def test_a_last_batch_of_one_sample_is_left_out_as_in_the_plain_loop(method: str) -> None:
+    """Nine samples in batches of 8 leave one over; one client has no other batch. FD averages over what was seen."""
+    clients = shortened(support.population(method, models=(Plain,), epochs=2), (9, 16, 12, 1))
+    actual, expected = train_both(clients)
+    words = "phase 'model': a last batch of one sample was left out because of batch norm"
+    assert [reply.notes for reply in expected] == [(words,), (), (), (words,)]
+    assert [reply.notes for reply in actual] == [(words, ENGINE_NOTE), (), (), (words,)]
+    assert [reply.loss for reply in actual] == pytest.approx([reply.loss for reply in expected], nan_ok=True)
+    for one, two in zip(actual, expected, strict=True):
+        assert {n: t.tolist() for n, t in one.message.metadata.items()} == {
+            n: t.tolist() for n, t in two.message.metadata.items()
+        }
+        for name, tensor in two.message.tensors.items():
+            torch.testing.assert_close(one.message.tensors[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_single_sample_is_kept_while_batch_norm_does_not_train() -> None:
+    """Only the proxy has batch norm, so the phase of the model sees all nine samples."""
+    method = {"name": "pfedes", "proxy": f"{HERE}:NormedProxy"}
+    actual, expected = train_both(shortened(support.population(method, models=(support.Wide,)), (9, 9, 8, 8)))
+    words = "phase 'proxy': a last batch of one sample was left out because of batch norm"
+    assert [words in reply.notes for reply in actual] == [words in reply.notes for reply in expected]
+    assert [words in reply.notes for reply in actual] == [True, True, False, False]
+    assert [reply.loss for reply in actual] == pytest.approx([reply.loss for reply in expected])
+
+
+def test_nothing_but_batches_of_one_trains_nobody() -> None:
+    actual, expected = train_both(support.population("standalone", models=(Plain,), batch_size=1))
+    assert [str(reply.loss) for reply in actual] == [str(reply.loss) for reply in expected] == ["nan"] * 4
+
+
+def test_plan_without_padding_leaves_out_single_samples() -> None:
+    clients = shortened(support.population("standalone", models=(Plain,), epochs=2), (9, 9, 9, 9))
+    phase = clients.method.phases()[0]
+    plan = new_plan(clients, [0], width=4, size=1, phase=phase, round=1, pads=False)
+    assert (plan.active, plan.samples, len(plan.left_out)) == ([1] * 4, [4] * 4, 2)
+    visited = torch.cat([plan.inputs["rows"].flatten(), plan.left_out])
+    assert sorted(visited.tolist()) == sorted(clients.data[0].train.tolist() * 2)
+
+
+def test_bf16_trains_batch_norm_alone_too(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"models": (Plain,), "lr": 0.02, "training": {"bf16": True}}
+    expected, _, _ = run(tmp_path, SequentialEngine, "standalone", **settings)
+    actual, notes, _ = run(tmp_path, VectorizedEngine, "standalone", **settings)
+    assert notes == [f"client 0: {ENGINE_NOTE}"]
+    assert actual.loss_mean.to_numpy() == pytest.approx(expected.loss_mean.to_numpy(), rel=0.02)
+
+
+def test_running_out_of_memory_counts_no_batch_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = type(support.new_method("fedproto"))
+    original, calls = method.upload, []
+
+    def upload(self: Any, client: Any) -> Any:
+        calls.append(client)
+        if len(calls) in (12, 14):  # four clients in two rounds of the plain loop, then on the other engine
+            raise torch.OutOfMemoryError("no room")
+        return original(self, client)
+
+    monkeypatch.setattr(method, "upload", upload)
+    notes = assert_agree(tmp_path, "fedproto", models=(Plain,))
+    assert len(calls) == 18
+    assert notes == [f"client 0: {ENGINE_NOTE}"]
+
+
+class Branching(Plain):
+    """Its forward decides on the data, which can't be captured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool(x.sum() > -1e9) else super().forward(-x)
+
+
+class Unremembering(Plain):
+    """Batch norm that keeps no running statistics."""
+
+    def __init__(self, in_channels: int, classes: int) -> None:
+        super().__init__(in_channels, classes, nn.BatchNorm2d(4, track_running_stats=False))
+
+
+class Cumulative(Plain):
+    """Batch norm whose running statistics are means over all batches."""
+
+    def __init__(self, in_channels: int, classes: int) -> None:
+        super().__init__(in_channels, classes, nn.BatchNorm2d(4, momentum=None))
+
+
+class PerInstance(Plain):
+    """Instance norm that keeps running statistics, which are means over a batch."""
+
+    def __init__(self, in_channels: int, classes: int) -> None:
+        super().__init__(in_channels, classes, nn.InstanceNorm2d(4, track_running_stats=True))
+
+
+@pytest.mark.parametrize("network", [Branching, Unremembering, Cumulative, PerInstance])
+def test_what_can_not_be_captured_goes_through_the_loop_and_says_so_once(
+    tmp_path: Path, network: type[nn.Module]
+) -> None:
+    settings: dict[str, Any] = {"models": (network,), "rounds": 3, "batch_size": 7}
+    expected, _, plain = run(tmp_path, SequentialEngine, "fedproto", **settings)
+    actual, notes, looped = run(tmp_path, VectorizedEngine, "fedproto", **settings)
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    assert_states_agree(looped.engine, plain.engine, 0)
+    assert sum(f"{network.__name__} train one after another: " in note for note in notes) == 1
