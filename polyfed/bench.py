@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,9 @@ from polyfed.methods.server_training import eager
 from polyfed.records import RunFolder
 
 CLASSES, IMAGES = 10, 640
+WARM_UP = 2
+SHAPES_SEEN = 30
+"""Rounds after which a GPU has met nearly all sizes of cohorts, where participants are drawn anew in every round."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Measurement:
     steps_per_second: float
     outside: float
     """Share of the round that is not training: messages, server, records."""
+    warm_up: float
+    """Seconds by which the first rounds together took longer: kernels are compiled and chosen, steps captured."""
     memory: int | None
     """Peak bytes on the GPU; not told on a CPU, where it can't be told apart from what came before."""
     plain_seconds: float | None = None
@@ -143,15 +149,19 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up: int = 2) -> Measurement:
+def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up: int | None = None) -> Measurement:
     """Time rounds of a case, and of the plain loop with the same participants right after, on an idle device."""
     device = find_device(device_name)
+    gc.collect()  # what is left of the case before
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    if warm_up is None:
+        warm_up = SHAPES_SEEN if case.participants and device.type == "cuda" else WARM_UP
     numbers = range(1, warm_up + repeats + 1)
     with federation(case, engine, device_name) as (run, runner):
-        times = [timed(partial(run.round, number), device) for number in numbers][warm_up:]
+        times = [timed(partial(run.round, number), device) for number in numbers]
+        first, times = times[:warm_up], times[warm_up:]
         rounds = [event for event in run.folder.events() if event["event"] == "round"][warm_up:]
         training = sum(event["training_seconds"] for event in rounds)
         participants = [run.participants(number) for number in numbers][warm_up:]
@@ -159,7 +169,7 @@ def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up
     seconds = median(times)
     result = Measurement(
         case.name, case.method, runner.name, seconds, steps / seconds, 1 - training / sum(times),
-        peak_memory(device), times=times,
+        sum(first) - warm_up * seconds, peak_memory(device), times=times,
     )  # fmt: skip
     if case.plain:
         result.plain_seconds = median(plain_times(case, device_name, participants))

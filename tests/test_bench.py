@@ -21,6 +21,7 @@ def test_a_case_is_measured_against_the_plain_loop(method: str, monkeypatch: pyt
     assert result.plain_seconds is not None
     assert result.ratio == pytest.approx(result.plain_seconds / result.seconds)
     assert 0 <= result.outside < 1
+    assert result.warm_up > -result.seconds
     with bench.federation(case, "threads", "cpu") as (run, _):
         assert asked == [run.participants(number) for number in (2, 3)]  # the same that the engine trained
 

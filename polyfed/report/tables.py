@@ -144,17 +144,19 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
             f"{r.steps_per_second:.0f}",
             f"{1e6 / r.steps_per_second:.0f}",
             f"{100 * r.outside:.1f} %",
+            f"{r.warm_up:.1f}",
             f"{quantity(r.memory)}B" if r.memory else "",
             f"{r.plain_seconds:.3f}" if r.plain_seconds else "",
             f"{r.ratio:.1f}" if r.ratio else "",
         ]
         for r in results
     ]
-    columns = ["s/round", "steps/s", "µs/step", "outside", "memory", "plain s", "faster"]
+    columns = ["s/round", "steps/s", "µs/step", "outside", "warm-up s", "memory", "plain s", "faster"]
     table = _table(["case", "engine", *columns], rows)
     table.caption = (
-        f"{machine}. A step is one batch of one client; outside: the share of a round that is not training; plain: the "
-        "eager loop doing the same steps; faster: how many times."
+        f"{machine}. A step is one batch of one client; outside: the share of a round that is not training; "
+        "warm-up: by how much the first rounds took longer; plain: the eager loop doing the same steps; faster: how "
+        "many times."
     )
     table.caption_justify = "left"
     return table
