@@ -98,6 +98,9 @@ class LocalEngine(Engine):
         local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
         reply = local.train(self.population, client, network, round, self._client_flops(client))
+        for name, buffer in network.named_buffers():  # one that the network has replaced, not changed in place
+            if buffer is not state[name]:
+                state[name].copy_(buffer.detach())
         self.store.put(client, state)
         if beginner:
             self._forget_first(client)

@@ -14,6 +14,7 @@ from polyfed.compute import capturing
 from polyfed.engines.cohort import PhaseStep
 from polyfed.engines.local import left_out
 from polyfed.engines.plan import Plan
+from polyfed.errors import InputError
 from polyfed.message import State
 from polyfed.methods.base import Phase
 
@@ -87,9 +88,15 @@ class CapturedStep:
             self.step.set_modes()
             self._take(count, samples)  # a warm-up that counts
             if samples == width and self._lane.stream is not None:
-                with self._lane.capture() as graph:
-                    self._take(count, samples)
-                self._graphs[count] = graph
+                self._graphs[count] = self._capture(count, samples)
+
+    def _capture(self, count: int, samples: int) -> torch.cuda.CUDAGraph:
+        try:
+            with self._lane.capture() as graph:
+                self._take(count, samples)
+        except RuntimeError as error:
+            raise reason(error) from error
+        return graph
 
     def _load(self, plan: Plan) -> None:
         """Put a plan where the steps look for it, and begin with its first."""
@@ -135,6 +142,20 @@ class Begun:
     def notes(self) -> list[str]:
         """What is to be said of the samples that are not visited."""
         return [left_out(phase) for phase, samples in zip(self.phases, self.left_out, strict=True) if len(samples)]
+
+
+def reason(error: RuntimeError) -> Exception:
+    """Why a step could not be captured: too little memory, which may have come first, or something in the network."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError):
+            return cause
+        first, cause = cause, cause.__cause__ or cause.__context__
+    said = " ".join(str(first).split())[:200]
+    return InputError(
+        f"a step of training can't be captured on the GPU ({said}): take --engine sequential, or let the network make "
+        "its constants when it is built, as buffers."
+    )
 
 
 def bucket(active: int, full: int) -> int:

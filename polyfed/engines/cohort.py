@@ -2,8 +2,8 @@
 
 Every loss, prediction and statistic runs under `torch.func.vmap` over the stacked states, through the same code as in
 the plain loop. Batches are rows of sample numbers; −1 pads a short batch, and a client whose rows are all −1 has
-finished and does not move. A single client is not stacked: its layers are the ordinary ones, and batch norm among them
-changes the running statistics in the client's state in place.
+finished and does not move. A single client goes without `vmap`, so its batch norm is PyTorch's own and changes the
+running statistics in the client's state in place.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ class Applied(nn.Module):
         self._function = function
 
     def forward(self, *arguments: object) -> object:
+        before = list(self.network.buffers())
         with StackedLayers():
-            return self._function(self.network, *arguments)
+            result = self._function(self.network, *arguments)
+        if any(old is not new for old, new in zip(before, self.network.buffers(), strict=True)):
+            raise RuntimeError("it replaces a buffer, which is lost after the call; change it in place (`copy_`)")
+        return result
 
     def on(self, state: State) -> Callable[..., Any]:
         """The function with the network in this state."""
@@ -223,10 +227,17 @@ def in_chunks(
     applied = Applied(network, function)
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
     width = max(1, samples // max(1, len(rows)))
-    results = []
-    for chunk in rows.split(width, 1) if rows.shape[1] else ():
-        x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
-        results.append((chunk, for_each(lambda own, a: applied.on(own)(a), state, x.unflatten(0, chunk.shape))))
+    results, start = [], 0
+    while start < rows.shape[1]:
+        chunk = rows[:, start : start + width]
+        try:
+            x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
+            results.append((chunk, for_each(lambda own, a: applied.on(own)(a), state, x.unflatten(0, chunk.shape))))
+            start += chunk.shape[1]
+        except torch.OutOfMemoryError:
+            if width == 1:
+                raise
+            width = -(-width // 2)
     return results
 
 

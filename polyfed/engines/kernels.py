@@ -125,7 +125,8 @@ def _power(number: int) -> int:
 
 def _in_reach(x: Tensor) -> Tensor:
     """Images of which one client's lie within what 32 bits can count."""
-    return x if x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
+    extent = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return x if extent < 2**31 else x.contiguous()
 
 
 # Constants are written in capitals: in and out channels, K for the filter (or window), P for padding, S for stride,

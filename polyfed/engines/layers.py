@@ -1,8 +1,8 @@
-"""How the layers of stacked networks are computed on a GPU: convolution and max-pooling by kernels of our own.
+"""How the layers of the vectorized engine's networks are computed on a GPU: some by kernels of our own.
 
-`vmap` has rules for both, but slow ones: a convolution with a group of channels per client, and a pooling that first
-moves every image. A network calls PyTorch's functions as ever; inside `StackedLayers` the calls that our kernels can
-serve go to them, with gradients and a rule for `vmap`, and all others pass.
+`vmap` has rules for convolution and max-pooling, but slow ones: a convolution with a group of channels per client, and
+a pooling that first moves every image. A network calls PyTorch's functions as ever; inside `StackedLayers` the calls
+that our kernels can serve go to them, with gradients and a rule for `vmap`, and all others pass.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from operator import index
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 MOST_CHANNELS = (32, 64)
 """In and out, of a convolution for which our kernels are faster than cuDNN's."""
+MOST_VALUES = 2**31
+"""Of one client's images, which the kernels count with 32 bits."""
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class StackedLayers(TorchFunctionMode):
@@ -29,20 +33,37 @@ class StackedLayers(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in SERVED and args and args[0].is_cuda and kernels() is not None:
+        if function in SERVED and args and on_gpu(args[0]) and kernels() is not None:
             result = SERVED[function](*args, **kwargs)
             if result is not None:
                 return result
         return function(*args, **kwargs)
 
 
-@cache
+def on_gpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_cuda
+
+
 def kernels() -> Any:
-    """Our kernels, or None where Triton, which compiles them, is not installed."""
+    """Our kernels, or None where they can't run."""
+    return _tried()[0]
+
+
+def trouble() -> str | None:
+    """Why our kernels can't run here, if they can't."""
+    return _tried()[1]
+
+
+@cache
+def _tried() -> tuple[Any, str | None]:
+    """Whether Triton, which compiles the kernels, is there and finds all that it needs (a C compiler, a known GPU)."""
     try:
-        return import_module("polyfed.engines.kernels")
-    except ImportError:
-        return None
+        module = import_module("polyfed.engines.kernels")
+        some = torch.zeros(1, 1, 1, 3, 3, device="cuda" if torch.cuda.is_available() else "cpu")
+        module.convolve(some, some, None, (0, 0))
+    except Exception as error:  # whatever it is, there is another way
+        return None, " ".join(str(error).split())[:200]
+    return module, None
 
 
 def convolution(
@@ -54,20 +75,35 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    """A convolution, or None if the kernels do not serve it."""
-    if isinstance(padding, str) or x.dim() != 4 or groups != 1 or pair(stride) != (1, 1) or pair(dilation) != (1, 1):
+    """A convolution, or None if the kernels do not serve it, or nobody can: then PyTorch says what is wrong."""
+    given = pairs(stride, padding, dilation)
+    if given is None or groups != 1 or (given[0], given[2]) != ((1, 1), (1, 1)):
         return None
-    out, channels, *kernel = weight.shape
-    around = pair(padding)
-    if channels > MOST_CHANNELS[0] or out > MOST_CHANNELS[1] or around[0] >= kernel[0] or around[1] >= kernel[1]:
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    if not _fits(x, weight, bias, given[1]) or not dtypes.issubset(DTYPES):
         return None
     if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if x.dtype not in (torch.float32, torch.bfloat16):
+        dtypes = {torch.get_autocast_dtype("cuda")}
+    if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
         return None
-    result: Tensor = Convolution.apply(x, weight, bias, around)
+    (dtype,) = dtypes
+    result: Tensor = Convolution.apply(
+        x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), given[1]
+    )
     return result
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> bool:
+    """Whether shapes belong together, and are neither empty nor too large for the kernels."""
+    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
+        return False
+    out, channels, *kernel = weight.shape
+    if (bias is not None and bias.shape != (out,)) or channels > MOST_CHANNELS[0] or out > MOST_CHANNELS[1]:
+        return False
+    sides = [side + 2 * p for side, p in zip(x.shape[2:], padding, strict=True)]
+    if not all(0 <= p < k <= side for side, k, p in zip(sides, kernel, padding, strict=True)):
+        return False
+    return 0 < len(x) * max(channels, out) * sides[0] * sides[1] < MOST_VALUES
 
 
 def pooling(
@@ -79,11 +115,15 @@ def pooling(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor | None:
-    """Max-pooling, or None if the kernels do not serve it."""
-    if ceil_mode or return_indices or x.dim() != 4 or x.dtype not in (torch.float32, torch.bfloat16):
+    """Max-pooling, or None if the kernels do not serve it, or nobody can: then PyTorch says what is wrong."""
+    given = pairs(kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)
+    if given is None or ceil_mode or return_indices or x.dim() != 4 or x.dtype not in DTYPES or not len(x):
         return None
-    windows = kernels().Windows(*map(pair, (kernel_size, stride or kernel_size, padding, dilation)))
-    if windows.size[0] * windows.size[1] > 255:  # a place is a byte
+    windows = kernels().Windows(*given)
+    fits = all(
+        0 <= 2 * p <= k <= 15 and s > 0 and d > 0 for k, s, p, d in zip(*windows, strict=True)
+    )  # a place: a byte
+    if not fits or min(windows.grid(*x.shape[2:])) < 1:
         return None
     result: Tensor = Pooling.apply(x, windows)[0]
     return result
@@ -97,8 +137,10 @@ class Convolution(Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
-        result: Tensor = kernels().convolve(x[None], weight[None], None if bias is None else bias[None], padding)[0]
-        return result
+        result = kernels().convolve(x[None], weight[None], None if bias is None else bias[None], padding)
+        # Not a view, which a layer that follows could not change in place.
+        only: Tensor = torch.ops.aten._unsafe_view(result, result.shape[1:])
+        return only
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -189,6 +231,12 @@ def stacked(info: Any, dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[A
     ]  # fmt: skip
 
 
-def pair(value: Any) -> tuple[int, int]:
-    """Height and width from one number or two."""
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+def pairs(*values: Any) -> list[tuple[int, int]] | None:
+    """Heights and widths from one number or two each; None if one of them is something else."""
+    found = []
+    for value in values:
+        numbers = [value] * 2 if hasattr(value, "__index__") else [] if isinstance(value, str) else list(value)
+        if len(numbers) not in (1, 2):
+            return None
+        found.append((index(numbers[0]), index(numbers[-1])))
+    return found

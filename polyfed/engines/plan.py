@@ -33,7 +33,7 @@ class Plan:
 
     def at(self, step: int) -> State:
         """The inputs of one step."""
-        return {name: tensor[step] for name, tensor in self.inputs.items()}
+        return {name: tensor[step, :, : self.samples[step]] for name, tensor in self.inputs.items()}
 
 
 def new_plan(

@@ -5,9 +5,8 @@ architecture (a cohort) makes one launch serve all of them, and on CUDA a whole 
 replayed, cohorts of different architectures side by side. The numbers are those of the plain loop to float tolerance.
 
 Batch norm looks at all samples of a batch, so clients whose batch norm trains can't be padded to a common shape: each
-is a cohort of its own, and only what evaluates them is stacked. What can't be stacked at all is trained by the plain
-loop: networks with dropout (its masks come from one generator per client), or that `vmap` does not take. Both are said
-once.
+is a cohort of its own. What can't be stacked or captured at all is trained by the plain loop: networks with dropout
+(its masks come from one generator per client), with unusual norms, or that `vmap` does not take. Both are said once.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from polyfed.engines import local
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.batches import visits
 from polyfed.engines.captured import Begun, CapturedStep, Lane
+from polyfed.engines.layers import trouble
 from polyfed.engines.local import Evaluation
 from polyfed.engines.plan import Plan, new_plan
 from polyfed.engines.population import Population, Workbench
@@ -64,6 +64,8 @@ class VectorizedEngine(LocalEngine):
         for data, architecture in zip(population.data, population.architectures, strict=True):
             self._longest[architecture.name] = max(self._longest.get(architecture.name, 0), len(data.train))
         self._notes: list[str] = []
+        if population.device.type == "cuda" and trouble():
+            self._notes.append(f"convolutions are slower than they could be: our kernels can't run here ({trouble()})")
 
     def train(
         self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
@@ -80,7 +82,7 @@ class VectorizedEngine(LocalEngine):
             self._bench.release()
         # Cohorts of one architecture use the same memory, so they train one after another; all others side by side.
         waiting: dict[str, deque[list[int]]] = {}
-        for clients in self._cohorts(downloads, stackable=True, training=True):
+        for clients in self._cohorts(downloads, stackable=True):
             waiting.setdefault(self._architecture(clients[0]), deque()).append(clients)
         while waiting:
             wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
@@ -110,16 +112,13 @@ class VectorizedEngine(LocalEngine):
 
     # Cohorts ----------------------------------------------------------------------------------------------------------
 
-    def _cohorts(self, clients: Iterable[int], *, stackable: bool, training: bool = False) -> list[list[int]]:
-        """The clients that can be stacked, or all others, by architecture, in pieces that fit.
-
-        For `training`, one by one where batch norm trains.
-        """
+    def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:
+        """The clients that the plain loop need not train, or all others, by architecture, in pieces that fit."""
         groups: dict[str, list[int]] = {}
         for client in sorted(clients):
             if (self._reason_for_the_loop(client) is None) == stackable:
                 groups.setdefault(self._architecture(client), []).append(client)
-        most = {name: 1 if training and self._normed[name] else self._limit for name in groups}
+        most = {name: 1 if self._normed[name] else self._limit for name in groups}
         return [g[i : i + most[name]] for name, g in groups.items() for i in range(0, len(g), most[name])]
 
     def _architecture(self, client: int) -> str:
@@ -344,7 +343,7 @@ class VectorizedEngine(LocalEngine):
         if name not in self._normed:
             network = self._network(client)
             self._normed[name] = stacked.normed_phases(network, self.population.method.phases())
-            reason = stacked.unstackable(network) or self._try_vmap(client)
+            reason = stacked.unstackable(network) or self._try(client)
             if reason:
                 self._looped[name] = reason
                 self._notes.append(f"clients with {name} train one after another: {reason}")
@@ -352,8 +351,11 @@ class VectorizedEngine(LocalEngine):
                 self._notes.append(f"clients with {name} train one after another because of batch norm")
         return self._looped.get(name)
 
-    def _try_vmap(self, client: int) -> str | None:
-        """Train, predict and collect with two copies of the client; what `vmap` or the network says if that fails."""
+    def _try(self, client: int) -> str | None:
+        """Train, predict and collect with two copies of the client; what goes wrong if something does.
+
+        Under `vmap` also where clients train alone: it refuses what can't be captured, such as decisions about values.
+        """
         people, network, twice = self.population, self._network(client), [client, client]
         alone = bool(self._normed[self._architecture(client)])
         width = min(2, self._width(client)) if alone else self._width(client)  # alone it may just fit into memory
@@ -372,7 +374,7 @@ class VectorizedEngine(LocalEngine):
                 stacked.remarks(people, twice, network, state)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError) as error:
+        except Exception as error:  # the plain loop may be able to, and says what is wrong if not
             return " ".join(str(error).split())[:200]
         return None
 

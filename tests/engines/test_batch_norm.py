@@ -144,7 +144,7 @@ def test_every_batch_has_exactly_its_samples(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(PhaseStep, "__call__", seen)
     train_both(clients)
-    # Two copies of one client try whether it can be stacked; then each client has its two epochs.
+    # Two copies of one client try whether it can be captured; then each client has its two epochs.
     assert shapes == [(2, 2), *[(1, 8), (1, 8), (1, 3)] * 2, *[(1, 8)] * 4, *[(1, 8)] * 2]
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional
 
+from polyfed.engines import SequentialEngine, VectorizedEngine, layers
+from tests import support
+
 pytest.importorskip("triton")
 
-from polyfed.engines import layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLIENTS, SAMPLES = 3, 2
@@ -129,11 +134,31 @@ def test_other_convolutions_are_left_to_pytorch(options: dict[str, Any]) -> None
     assert layers.convolution(random(SAMPLES, 4, 8, 8), weight, **options) is None
 
 
+def test_images_too_large_to_count_are_left_to_pytorch() -> None:
+    x = torch.empty(1, device=DEVICE).expand(2**12, 3, 2**9, 2**9)  # takes no memory
+    assert layers.convolution(x, random(4, 3, 3, 3)) is None
+
+
 def test_many_channels_and_other_numbers_are_left_to_pytorch() -> None:
     assert layers.convolution(random(SAMPLES, 33, 8, 8), random(4, 33, 3, 3)) is None
     assert layers.convolution(random(SAMPLES, 4, 8, 8), random(65, 4, 3, 3)) is None
     assert layers.convolution(random(4, 8, 8), random(4, 4, 3, 3)) is None
     assert layers.convolution(random(SAMPLES, 4, 8, 8).double(), random(4, 4, 3, 3).double()) is None
+
+
+def test_what_nobody_can_compute_is_left_to_pytorch_which_says_why() -> None:
+    x, weight = random(SAMPLES, 3, 8, 8), random(4, 2, 3, 3)
+    assert layers.convolution(x, weight) is None  # other channels
+    assert layers.convolution(x[:, :2, :2], weight) is None  # smaller than the filter
+    assert layers.convolution(x[:0, :2], weight) is None
+    assert layers.convolution(x[:, :2], weight, random(4).double()) is None
+    assert layers.convolution(x[:, :2], weight, random(1)) is None
+    assert layers.convolution(x[:, :2], weight[0]) is None
+    assert layers.convolution(x[:, :2], weight, padding=-1) is None
+    assert layers.pooling(x, 2, padding=2) is None
+    assert layers.pooling(x, 9) is None
+    assert layers.pooling(x, 2, stride=0) is None
+    assert layers.pooling(x[:0], 2) is None
 
 
 @pytest.mark.parametrize("options", [{"ceil_mode": True}, {"return_indices": True}])
@@ -142,10 +167,86 @@ def test_other_poolings_are_left_to_pytorch(options: dict[str, Any]) -> None:
     assert layers.pooling(random(SAMPLES, 4, 20, 20), 16) is None
 
 
-def test_calls_on_a_cpu_pass() -> None:
-    x = random(SAMPLES, 3, 8, 8).cpu()
+def test_calls_on_a_cpu_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "SERVED", {functional.max_pool2d: lambda *a, **k: pytest.fail("served")})
     with layers.StackedLayers():
-        assert torch.equal(functional.max_pool2d(x, 2), functional.max_pool2d(x, kernel_size=2))
+        functional.max_pool2d(random(SAMPLES, 3, 8, 8).cpu(), 2)
+
+
+class Convolutional(nn.Module):
+    """What the kernels serve and what they do not, with layers that work in place right after them."""
+
+    def __init__(self, in_channels: int, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(in_channels, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2, stride=2),
+            nn.ReLU(inplace=True), nn.Flatten(),
+        )  # fmt: skip
+        self.out = nn.Linear(4, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.body(x))
+        return logits
+
+
+class NormedConvolutional(Convolutional):
+    """The same with batch norm, whose clients train alone."""
+
+    def __init__(self, in_channels: int, classes: int) -> None:
+        super().__init__(in_channels, classes)
+        self.body.insert(1, nn.BatchNorm2d(4))
+
+
+@pytest.mark.parametrize("network", [Convolutional, NormedConvolutional])
+def test_a_federation_on_our_kernels_has_the_numbers_of_the_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: type[nn.Module]
+) -> None:
+    settings: dict[str, Any] = {
+        "models": (network,), "clients": 3, "rounds": 2, "batch_size": 7, "lr": 0.02, "device": DEVICE, "tf32": False,
+        "training": {"momentum": 0.5, "weight_decay": 1e-2},
+    }  # fmt: skip
+    kernels, served = layers.kernels(), Counter[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(kernels, name)
+        return lambda *given: (served.update([name]), original(*given))[1]
+
+    for name in ("convolve", "weigh", "pool", "unpool"):
+        monkeypatch.setattr(kernels, name, counted(name))
+    monkeypatch.setattr(layers, "on_gpu", lambda x: True)
+    runs = []
+    for engine in (SequentialEngine, VectorizedEngine):
+        runs.append(support.federation(tmp_path / engine.__name__, "fedproto", engine, **settings))
+        runs[-1].run()
+        assert bool(served) == (engine is VectorizedEngine)
+    assert set(served) == {"convolve", "weigh", "pool", "unpool"}
+    assert not [event for event in runs[1].folder.events() if "one after another:" in str(event.get("note"))]
+    for client in range(3):
+        expected, actual = (run.engine.get_state(client) for run in runs)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_without_triton_pytorch_does_it_and_a_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise RuntimeError("Failed to find\nC compiler")
+
+    monkeypatch.setattr(layers, "import_module", broken)
+    monkeypatch.setattr(layers, "on_gpu", lambda x: True)
+    monkeypatch.setattr(layers, "_tried", layers._tried.__wrapped__)
+    assert layers.kernels() is None
+    assert layers.trouble() == "Failed to find C compiler"
+    with layers.StackedLayers():
+        assert functional.max_pool2d(random(SAMPLES, 3, 8, 8), 2).shape == (SAMPLES, 3, 4, 4)
+
+
+def test_numbers_of_other_types_and_calls_by_name() -> None:
+    x = random(SAMPLES, 3, 8, 8)
+    expected = functional.max_pool2d(x, 2)
+    for options in ({"kernel_size": np.int64(2)}, {"kernel_size": (2,), "stride": []}, {"kernel_size": [2, 2]}):
+        assert torch.equal(served(layers.pooling(x, **options)), expected)
+    assert layers.pairs(1, (1, 2, 3)) is None
+    assert layers.pairs("same") is None
 
 
 def served(result: Tensor | None) -> Tensor:

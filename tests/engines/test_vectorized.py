@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from polyfed.compute import precision
-from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines import SequentialEngine, VectorizedEngine, cohort
+from polyfed.engines.captured import reason
 from polyfed.engines.cohort import PhaseStep
 from polyfed.engines.plan import new_plan
+from polyfed.errors import InputError
 from polyfed.methods import METHODS
 from polyfed.methods.base import Phase
 from polyfed.methods.tools import cross_entropy
@@ -277,3 +279,65 @@ def test_plan_pads_with_rows_that_are_no_samples() -> None:
         visited = rows[:, column].flatten()
         assert sorted(visited[visited >= 0].tolist()) == sorted(clients.data[client].train.tolist())
     assert (rows[:, 2] == -1).all()
+
+
+class Replacing(support.Wide):
+    """Puts a new tensor where a buffer was."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(input_shape, classes)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + 1
+        return super().forward(x)
+
+
+def test_a_network_that_replaces_a_buffer_goes_through_the_loop(tmp_path: Path) -> None:
+    expected, _, plain = run(tmp_path, SequentialEngine, "standalone", models=(Replacing,))
+    actual, notes, looped = run(tmp_path, VectorizedEngine, "standalone", models=(Replacing,))
+    pd.testing.assert_frame_equal(actual, expected)
+    assert sum("one after another: it replaces a buffer" in note["note"] for note in notes) == 1
+    states = [federation.engine.get_state(0) for federation in (plain, looped)]
+    (name,) = (name for name in states[0] if name.endswith("seen"))
+    steps = expected["round"].max() * -(-len(plain.population.data[0].train) // plain.config.training.batch_size)
+    for state in states:
+        assert float(state[name]) == pytest.approx(10 * (1 - 0.9**steps))  # of all rounds, not only the last
+
+
+def test_samples_that_do_not_fit_at_once_are_evaluated_in_smaller_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a single client, which can't be halved."""
+    expected, *_ = run(tmp_path, VectorizedEngine, "fedproto", clients=2, models=(support.Wide, support.Narrow))
+    original, largest = cohort.for_each, [0]
+
+    def small(function: Any, state: Any, x: Any, *rest: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            if x.shape[1] > 5:
+                raise torch.OutOfMemoryError("no room")
+            largest[0] = max(largest[0], x.shape[1])
+        return original(function, state, x, *rest)
+
+    monkeypatch.setattr(cohort, "for_each", small)
+    monkeypatch.setattr(cohort, "remarks", lambda people, clients, *rest: [()] * len(clients))
+    again, *_ = run(tmp_path / "small", VectorizedEngine, "fedproto", clients=2, models=(support.Wide, support.Narrow))
+    pd.testing.assert_frame_equal(again, expected, check_exact=False, rtol=1e-5)
+    assert 2 < largest[0] <= 5
+
+
+def test_why_a_step_can_not_be_captured() -> None:
+    def failed(first: Exception) -> RuntimeError:
+        try:
+            try:
+                raise first
+            finally:
+                raise RuntimeError("capture was invalidated")  # as leaving a failed capture does
+        except RuntimeError as error:
+            return error
+
+    assert isinstance(reason(failed(torch.OutOfMemoryError("full"))), torch.OutOfMemoryError)
+    said = reason(failed(RuntimeError("no copy\nwhile capturing")))
+    assert isinstance(said, InputError)
+    assert "(no copy while capturing): take --engine sequential" in str(said)
