@@ -94,9 +94,10 @@ class CapturedStep:
         try:
             with self._lane.capture() as graph:
                 self._take(count, samples)
+            return graph
         except RuntimeError as error:
-            raise reason(error) from error
-        return graph
+            problem = reason(error)
+        raise problem  # out here it does not keep the memory of what failed
 
     def _load(self, plan: Plan) -> None:
         """Put a plan where the steps look for it, and begin with its first."""
@@ -149,7 +150,7 @@ def reason(error: RuntimeError) -> Exception:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.OutOfMemoryError):
-            return cause
+            return torch.OutOfMemoryError(str(cause))
         first, cause = cause, cause.__cause__ or cause.__context__
     said = " ".join(str(first).split())[:200]
     return InputError(

@@ -120,10 +120,8 @@ def pooling(
     if given is None or ceil_mode or return_indices or x.dim() != 4 or x.dtype not in DTYPES or not len(x):
         return None
     windows = kernels().Windows(*given)
-    fits = all(
-        0 <= 2 * p <= k <= 15 and s > 0 and d > 0 for k, s, p, d in zip(*windows, strict=True)
-    )  # a place: a byte
-    if not fits or min(windows.grid(*x.shape[2:])) < 1:
+    fits = all(0 <= 2 * p <= k and s > 0 and d > 0 for k, s, p, d in zip(*windows, strict=True))
+    if not fits or max(windows.size) > 15 or min(windows.grid(*x.shape[2:])) < 1:  # a place in a window is a byte
         return None
     result: Tensor = Pooling.apply(x, windows)[0]
     return result
