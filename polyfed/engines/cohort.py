@@ -223,7 +223,10 @@ def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
 def in_chunks(
     dataset: Dataset, network: ClientNetwork, state: State, rows: Tensor, function: Callable[..., object]
 ) -> list[tuple[Tensor, object]]:
-    """A function of (network, images) for all clients over all their samples; pairs of rows and results."""
+    """A function of (network, images) for all clients over all their samples; pairs of rows and results.
+
+    Samples that do not fit into memory at once are taken in halves.
+    """
     applied = Applied(network, function)
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
     width = max(1, samples // max(1, len(rows)))
