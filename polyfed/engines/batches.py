@@ -39,7 +39,7 @@ class Epoch:
 def new_epoch(population: Population, samples: Tensor, phase: Phase, generator: torch.Generator) -> Epoch:
     """Draw the next pass over these samples for a phase."""
     count = len(samples)
-    order = samples[torch.randperm(count, generator=generator)]
+    order = samples.index_select(0, torch.randperm(count, generator=generator))
     views = phase.views if phase.views == 2 or (phase.augment and population.training.augment) else 0
     shape = population.task.input_shape
     augmentations = tuple(AUGMENTATION.draw(generator, count, shape) for _ in range(views))

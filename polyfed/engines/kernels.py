@@ -1,9 +1,9 @@
 """Kernels for a GPU: convolution and max-pooling of stacked images, each client's with its own weights.
 
 cuDNN has only slow kernels for what `vmap` makes of such convolutions, one with a group of few channels per client.
-Here a client's convolution is a product of matrices, weights times the patches that lie under the filter; patches are
-read from the images where they are and never written anywhere. The gradient of the weights is such a product too, and
-the gradient of the images is a convolution with the filters turned around.
+Here a client's convolution is a product of matrices, the patches that lie under the filter times the weights; patches
+are read from the images where they are and never written anywhere. The gradient of the weights is such a product too,
+and the gradient of the images is a convolution with the filters turned around.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Pair = tuple[int, int]
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: pixels and filter weights at a time, by how many warps, prefetched how often."""
+    """How a product is cut: pixels (or groups of them) and filter weights at a time, by how many warps and stages."""
 
     pixels: int
     depth: int
@@ -29,10 +29,12 @@ class Tiles(NamedTuple):
 
 
 # The fastest on an H200 of those that were tried, for filters of 5 × 5 on 3 and 16 channels.
-CONVOLVE = Tiles(128, 16, 4, 1)
-WEIGH = Tiles(64, 128, 4, 1)
+CONVOLVE = Tiles(128, 32, 4, 1)
+WEIGH = Tiles(32, 128, 4, 1)
 PROGRAMS = 528
-"""Into how many the weights' gradients of all clients are cut, about: four for each multiprocessor of an H200."""
+"""Into how many the work of all clients is cut, about, if it is enough: four for each multiprocessor of an H200."""
+COLUMNS = 64
+"""Of the product that is a convolution, at least, if a group of pixels may have four."""
 BLOCK = 1024
 """Pixels of a pooling at a time."""
 
@@ -62,11 +64,13 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, tile
     out, kernel = weight.shape[1], weight.shape[3:]
     down, across = (n + 2 * p - k + 1 for n, p, k in zip((height, width), padding, kernel, strict=True))
     y = x.new_empty(clients, samples, out, down, across)
-    _convolve[(triton.cdiv(samples * down * across, tiles.pixels), clients)](
+    group = (2 if 4 * out <= COLUMNS else 1, 2 if 2 * out <= COLUMNS else 1)
+    groups = samples * triton.cdiv(down, group[0]) * triton.cdiv(across, group[1])
+    rows = tiles.pixels if 2 * clients * groups >= PROGRAMS * tiles.pixels else tiles.pixels // 2
+    _convolve[(triton.cdiv(groups, rows), clients)](
         x, weight, weight if bias is None else bias.contiguous(), y, samples, *x.stride(),
-        channels, out, *kernel, *padding, height, width, bias is not None, _precision(),
-        tiles.pixels, min(tiles.depth, _power(weight[0, 0].numel())), _power(out),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        channels, out, *kernel, *padding, height, width, bias is not None, _precision(), *group,
+        rows, tiles.depth, _power(out * group[0] * group[1]), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
 
@@ -142,15 +146,21 @@ def _pixels(m, OH: tl.constexpr, OW: tl.constexpr, PH: tl.constexpr, PW: tl.cons
 
 @triton.jit
 def _patches(
-    corner, top, left, k, xc, xh, xw, there, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """What lies under the filters' weights number `k` in patches with these corners; zero outside of the image."""
-    i, j = k % (KH * KW) // KW, k % KW
-    if PH > 0 or PW > 0:
+    corner, top, left, channel, i, j, xc, xh, xw, there, CHECKED: tl.constexpr, H: tl.constexpr, W: tl.constexpr
+):
+    """What lies in this channel, i rows below and j columns right of the corners; zero outside of the image."""
+    if CHECKED:
         row, column = top + i, left + j
         there = there & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    return tl.load(corner + (k // (KH * KW) * xc + i * xh + j * xw), there, 0.0)
+    return tl.load(corner + (channel * xc + i * xh + j * xw), there, 0.0)
+
+
+@triton.jit
+def _spread(w, o, down, right, channel, i, j, OUT: tl.constexpr, IN: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
+    """What filter o, moved by so many rows and columns, has at place (i, j); zero outside of the filter."""
+    i, j = i - down, j - right
+    known = (o < OUT) & (channel < IN) & (i >= 0) & (i < KH) & (j >= 0) & (j < KW)
+    return tl.load(w + (o * (IN * KH * KW) + channel * (KH * KW) + i * KW + j), known, 0.0)
 
 
 @triton.jit
@@ -158,32 +168,50 @@ def _convolve(
     x, w, bias, y, samples, xn, xb, xc, xh, xw,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr,
+    GH: tl.constexpr, GW: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Weights [OUT, IN × KH × KW] times patches [IN × KH × KW, pixels of all samples], for a block of pixels."""
+    """Patches [groups, IN × FH × FW] times weights [IN × FH × FW, OUT × GH × GW], for a block of groups.
+
+    A group is GH × GW neighbouring pixels of the result. One field of FH × FW serves them all, because what lies under
+    the filter is mostly the same: there is less to read, for some products with zero.
+    """
     OH: tl.constexpr = H + 2 * PH - KH + 1
     OW: tl.constexpr = W + 2 * PW - KW + 1
-    DEPTH: tl.constexpr = IN * KH * KW
+    ROWS: tl.constexpr = (OH + GH - 1) // GH
+    ROW: tl.constexpr = (OW + GW - 1) // GW
+    FH: tl.constexpr = KH + GH - 1
+    FW: tl.constexpr = KW + GW - 1
+    CUT: tl.constexpr = ROWS * GH > OH or ROW * GW > OW
+    CHECKED: tl.constexpr = CUT or PH > 0 or PW > 0
     client = tl.program_id(1).to(tl.int64)
-    m, o = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BO)
-    real = m < samples * OH * OW
-    sample, pixel, top, left = _pixels(m, OH, OW, PH, PW)
+    m, n = tl.program_id(0) * BM + tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    real = m < samples * (ROWS * ROW)
+    sample, group = m // (ROWS * ROW), m % (ROWS * ROW)
+    row, column = group // ROW * GH, group % ROW * GW
+    o, down, right = n // (GH * GW), n // GW % GH, n % GW
+    top, left = row - PH, column - PW
     corner = x + client * xn + (sample * xb + top * xh + left * xw)
-    total = tl.zeros((BO, BM), tl.float32)
-    for first in range(0, DEPTH, BK):
+    w += client * (OUT * IN * KH * KW)
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, IN * FH * FW, BK):
         k = first + tl.arange(0, BK)
-        patch = _patches(
-            corner[None, :], top[None, :], left[None, :], k[:, None], xc, xh, xw,
-            real[None, :] & (k < DEPTH)[:, None], KH, KW, PH, PW, H, W,
-        )  # fmt: skip
-        known = (o < OUT)[:, None] & (k < DEPTH)[None, :]
-        weight = tl.load(w + client * OUT * DEPTH + (o[:, None] * DEPTH + k[None, :]), known, 0.0)
-        total = tl.dot(weight, patch, total, input_precision=PRECISION)
+        if IN % BK == 0:  # one place of the field in several channels, so whether it is inside is asked less often
+            c, i, j = k % IN, first // IN // FW, first // IN % FW
+            patch = _patches(corner, top, left, c[None, :], i, j, xc, xh, xw, real, CHECKED, H, W)
+            weight = _spread(w, o, down, right, c[:, None], i, j, OUT, IN, KH, KW)
+        else:
+            c, i, j = k // (FH * FW), k % (FH * FW) // FW, k % FW
+            inside = real & (c < IN)[None, :]
+            patch = _patches(corner, top, left, c[None, :], i[None, :], j[None, :], xc, xh, xw, inside, CHECKED, H, W)
+            weight = _spread(w, o, down, right, c[:, None], i[:, None], j[:, None], OUT, IN, KH, KW)
+        total = tl.dot(patch, weight, total, input_precision=PRECISION)
     if BIAS:
-        total += tl.load(bias + client * OUT + o, o < OUT, 0.0)[:, None].to(tl.float32)
-    place = (sample * (OUT * OH * OW) + pixel)[None, :] + (o * (OH * OW))[:, None]
-    y += client * samples * OUT * OH * OW
-    tl.store(y + place, total.to(y.dtype.element_ty), real[None, :] & (o < OUT)[:, None])
+        total += tl.load(bias + client * OUT + o, o < OUT, 0.0).to(tl.float32)
+    real = real & (o < OUT)
+    if CUT:
+        real = real & (row + down < OH) & (column + right < OW)
+    place = sample * (OUT * OH * OW) + row * OW + column + (o * (OH * OW) + down * OW + right)
+    tl.store(y + client * samples * (OUT * OH * OW) + place, total.to(y.dtype.element_ty), real)
 
 
 @triton.jit(do_not_specialize=["samples", "clients", "steps"])
@@ -197,9 +225,11 @@ def _weigh(
     OH: tl.constexpr = H + 2 * PH - KH + 1
     OW: tl.constexpr = W + 2 * PW - KW + 1
     DEPTH: tl.constexpr = IN * KH * KW
+    CHECKED: tl.constexpr = PH > 0 or PW > 0
     client, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     g += client * samples * OUT * OH * OW
     k, o = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BO)
+    c, i, j = (k // (KH * KW))[None, :], (k % (KH * KW) // KW)[None, :], (k % KW)[None, :]
     weights = tl.zeros((BO, BK), tl.float32)
     biases = tl.zeros((BO, BM), tl.float32)
     for step in range(part * steps, part * steps + steps):
@@ -210,8 +240,8 @@ def _weigh(
         gradient = tl.load(g + place, real[None, :] & (o < OUT)[:, None], 0.0)
         corner = x + client * xn + (sample * xb + top * xh + left * xw)
         patch = _patches(
-            corner[:, None], top[:, None], left[:, None], k[None, :], xc, xh, xw,
-            real[:, None] & (k < DEPTH)[None, :], KH, KW, PH, PW, H, W,
+            corner[:, None], top[:, None], left[:, None], c, i, j, xc, xh, xw,
+            real[:, None] & (c < IN), CHECKED, H, W,
         )  # fmt: skip
         weights = tl.dot(gradient, patch, weights, input_precision=PRECISION)
         biases += gradient.to(tl.float32)

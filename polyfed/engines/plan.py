@@ -84,7 +84,7 @@ def _table(passes: Sequence[Epoch], width: int) -> State:
 def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
     """Values of samples in several passes cut into batches [all batches, width, …], the last of a pass filled up."""
     passes, count = values.shape[:2]
-    batches = -(-count // width)
-    filled = torch.full((passes, batches * width, *values.shape[2:]), filler, dtype=values.dtype)
-    filled[:, :count] = values
-    return filled.view(passes * batches, width, *values.shape[2:])
+    missing = -count % width
+    if missing:
+        values = torch.cat([values, values.new_full((passes, missing, *values.shape[2:]), filler)], 1)
+    return values.view(-1, width, *values.shape[2:])

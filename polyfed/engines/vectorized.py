@@ -19,6 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from polyfed.engines import cohort as stacked
 from polyfed.engines import local
@@ -158,10 +159,10 @@ class VectorizedEngine(LocalEngine):
         phases, width, size = self.population.method.phases(), self._width(clients[0]), self._size(clients)
         normed = self._normed[self._architecture(clients[0])]
         with self._lane(clients[0]).entered():
-            # All plans first: to bring one to a GPU waits until the phase before has been trained.
+            state = self._stack(clients, round, downloads, keep=True)
+            # All plans before the first phase: to bring one to a GPU waits for what was queued before.
             plan = partial(new_plan, self.population, clients, width, size, round=round)
             plans = [plan(phase=phase, pads=phase.name not in normed) for phase in phases]
-            state = self._stack(clients, round, downloads, keep=True)
             steps = [self._train_phase(clients, state, *each) for each in zip(phases, plans, strict=True)]
             return Begun(clients, state, phases, steps, [plan.left_out for plan in plans])
 
@@ -181,41 +182,53 @@ class VectorizedEngine(LocalEngine):
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
-            losses, tracked = self._outcome(begun, round)
+            visited = [self._visits(begun, number) for number in range(len(begun.phases))]
+            tracked = self._tracked(begun, visited)
             columns = {name: tensor.unbind() for name, tensor in own.items()}
             states = [{name: column[i] for name, column in columns.items()} for i in range(len(clients))]
-            replies = []
+            messages, spent = [], []
             for i, client in enumerate(clients):
                 answer = Trained(
                     people.counts[client], round, state=states[i], statistics=statistics[i], tracked=tracked[i]
                 )
-                message = method.upload(answer).snapshot(method.heavy)
-                spent = flops.of_round(begun.phases, people.data[client])
-                replies.append(Reply(client, message, losses[i], spent, (*begun.notes(), *remarks[i])))
+                messages.append(method.upload(answer).snapshot(method.heavy))
+                spent.append(flops.of_round(begun.phases, people.data[client]))
+            losses = self._losses(begun, visited, round)  # late, because it waits for the GPU
+            replies = [
+                Reply(client, messages[i], losses[i], spent[i], (*begun.notes(), *remarks[i]))
+                for i, client in enumerate(clients)
+            ]
             # Last of all: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, states)
         lane.join()
         return replies
 
-    def _outcome(self, begun: Begun, round: int) -> tuple[list[float], list[ClassStatistics | None]]:
-        """Each client's mean loss in the first phase that trains its model, and the class means of tracked vectors."""
-        losses: list[list[float]] = []
+    def _visits(self, begun: Begun, number: int) -> Tensor:
+        """How often samples of each class were visited in a phase: [clients, classes]."""
+        people, phase = self.population, begun.phases[number]
+        missed = torch.bincount(people.labels[begun.left_out[number]], minlength=people.task.classes)
+        return torch.stack([visits(people, client, phase) for client in begun.clients]) - missed
+
+    def _tracked(self, begun: Begun, visited: list[Tensor]) -> list[ClassStatistics | None]:
+        """Each client's class means of the vectors that a phase kept track of, the first that did."""
         tracked: list[ClassStatistics | None] = [None] * len(begun.clients)
-        people = self.population
-        for phase, step, left_out in zip(begun.phases, begun.steps, begun.left_out, strict=True):
-            missed = torch.bincount(people.labels[left_out], minlength=people.task.classes)
-            sums = step.sums.cpu() if step.sums is not None else None
-            means = []
-            for i, (client, total) in enumerate(zip(begun.clients, step.total.tolist(), strict=False)):
+        for step, counts in zip(begun.steps, visited, strict=True):
+            of_clients = () if step.sums is None else step.sums.cpu()
+            for i, (sums, seen) in enumerate(zip(of_clients, counts, strict=False)):
+                if seen.sum():
+                    tracked[i] = tracked[i] or means_from_sums(sums, seen)
+        return tracked
+
+    def _losses(self, begun: Begun, visited: list[Tensor], round: int) -> list[float]:
+        """Each client's mean loss in the first phase that trains its model."""
+        losses = []
+        for phase, step, counts in zip(begun.phases, begun.steps, visited, strict=True):
+            samples, totals = counts.sum(1).tolist(), step.total.tolist()[: len(begun.clients)]
+            for client, total in zip(begun.clients, totals, strict=True):
                 local.check_finite(total, client, round, phase.name)
-                counts = visits(people, client, phase) - missed
-                visited = int(counts.sum())
-                means.append(total / visited if visited else float("nan"))
-                if sums is not None and visited:
-                    tracked[i] = tracked[i] or means_from_sums(sums[i], counts)
             if "model" in phase.trains:
-                losses.append(means)
-        return losses[0] if losses else [float("nan")] * len(begun.clients), tracked
+                losses.append([t / n if n else float("nan") for t, n in zip(totals, samples, strict=True)])
+        return losses[0] if losses else [float("nan")] * len(begun.clients)
 
     def _keep(self, clients: list[int], states: list[State]) -> None:
         """Copy the clients' states from their stack to where they rest."""

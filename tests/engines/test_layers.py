@@ -57,9 +57,17 @@ def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("channels", "out", "kernel", "padding", "side"),
-    [(3, 16, (5, 5), 0, 12), (1, 6, (3, 3), 1, 7), (17, 20, (3, 2), (0, 1), 6), (2, 40, (1, 1), 0, 4)],
+    [
+        (3, 16, (5, 5), 0, 12),
+        (1, 6, (3, 3), 1, 7),
+        (17, 20, (3, 2), (0, 1), 6),
+        (2, 40, (1, 1), 0, 4),
+        (3, 32, (3, 3), 0, 6),
+        (32, 5, (3, 2), 1, 5),
+    ],
 )
 def test_convolution(channels: int, out: int, kernel: tuple[int, int], padding: Any, side: int) -> None:
+    """With all pixels of the result in whole groups or not, and channels that fill a block or do not."""
     x, weight = random(CLIENTS, SAMPLES, channels, side, side), random(CLIENTS, out, channels, *kernel)
     own = gradients(
         lambda *a: served(layers.convolution(*a, padding=padding)), (0, 0, 0), x, weight, random(CLIENTS, out)
