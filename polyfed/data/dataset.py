@@ -69,9 +69,12 @@ class Dataset:
         if images.dtype != torch.uint8:
             return images
         scale, shift = self._scaling(images.device)
+        result = images.to(torch.float32)
+        if images.device.type != "cpu":
+            return torch.addcmul(shift, result, scale)
         # In place on the fresh float copy: measured four times faster than the three-step formula.
-        result = images.to(torch.float32).mul_(scale).add_(shift)
-        if images.device.type != "cpu" or images.ndim != 4:
+        result.mul_(scale).add_(shift)
+        if images.ndim != 4:
             return result
         # Convolution and pooling on a CPU are a fifth faster with channels last; changing the layout last is cheapest.
         return result.contiguous(memory_format=torch.channels_last)

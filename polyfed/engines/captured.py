@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.compute import capturing
-from polyfed.engines.cohort import PhaseStep
+from polyfed.engines.cohort import PhaseStep, Stack
 from polyfed.engines.local import left_out
 from polyfed.engines.plan import Plan
 from polyfed.errors import InputError
@@ -133,7 +133,7 @@ class Begun:
     """A cohort whose training in a round has been queued."""
 
     clients: list[int]
-    state: State
+    stack: Stack
     phases: Sequence[Phase]
     steps: list[PhaseStep]
     """One per phase; they hold what came out."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,31 @@ class Applied(nn.Module):
         """The function with the network in this state."""
         named = {f"network.{name}": tensor for name, tensor in state.items()}
         return lambda *arguments: functional_call(self, named, arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Clients' states one above the other, and each client's part in the same memory."""
+
+    state: State
+    parts: list[State]
+
+    @classmethod
+    def of(cls, states: Sequence[State]) -> Stack:
+        state = {name: torch.stack([own[name] for own in states]) for name in states[0]}
+        columns = {name: tensor.unbind() for name, tensor in state.items()}
+        return cls(state, [{name: column[i] for name, column in columns.items()} for i in range(len(states))])
+
+    def fill(self, states: Sequence[State]) -> None:
+        """Copy other clients' states into it."""
+        copy_states(self.parts, states)
+
+
+def copy_states(targets: Sequence[State], sources: Sequence[State]) -> None:
+    """Copy states into others, in a few kernels for all of them."""
+    pairs = zip(targets, sources, strict=True)
+    into, out_of = zip(*((target[name], source[name]) for target, source in pairs for name in target), strict=True)
+    torch._foreach_copy_(into, out_of)
 
 
 class PhaseStep:

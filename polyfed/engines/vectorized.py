@@ -51,7 +51,7 @@ class VectorizedEngine(LocalEngine):
         super().__init__(population, memory_budget=memory_budget)
         self._bench = Workbench(self._empty_network)
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
-        self._stacks: dict[tuple[str, int], State] = {}
+        self._stacks: dict[tuple[str, int], stacked.Stack] = {}
         self._lanes: dict[str, Lane] = {}
         self._looped: dict[str, str] = {}
         """By architecture, why the plain loop trains it."""
@@ -159,12 +159,12 @@ class VectorizedEngine(LocalEngine):
         phases, width, size = self.population.method.phases(), self._width(clients[0]), self._size(clients)
         normed = self._normed[self._architecture(clients[0])]
         with self._lane(clients[0]).entered():
-            state = self._stack(clients, round, downloads, keep=True)
+            stack = self._stack(clients, round, downloads, keep=True)
             # All plans before the first phase: to bring one to a GPU waits for what was queued before.
             plan = partial(new_plan, self.population, clients, width, size, round=round)
             plans = [plan(phase=phase, pads=phase.name not in normed) for phase in phases]
-            steps = [self._train_phase(clients, state, *each) for each in zip(phases, plans, strict=True)]
-            return Begun(clients, state, phases, steps, [plan.left_out for plan in plans])
+            steps = [self._train_phase(clients, stack.state, *each) for each in zip(phases, plans, strict=True)]
+            return Begun(clients, stack, phases, steps, [plan.left_out for plan in plans])
 
     def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: Plan) -> stacked.PhaseStep:
         captured = self._captured(clients[0], state, phase)
@@ -177,29 +177,25 @@ class VectorizedEngine(LocalEngine):
         lane, flops = self._lane(clients[0]), self._client_flops(clients[0])
         with lane.entered(), torch.no_grad():
             network = self._network(clients[0]).eval()
-            own = {name: tensor[: len(clients)] for name, tensor in begun.state.items()}
+            own = {name: tensor[: len(clients)] for name, tensor in begun.stack.state.items()}
             statistics = stacked.collect(people, clients, network, own)
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
             visited = [self._visits(begun, number) for number in range(len(begun.phases))]
             tracked = self._tracked(begun, visited)
-            columns = {name: tensor.unbind() for name, tensor in own.items()}
-            states = [{name: column[i] for name, column in columns.items()} for i in range(len(clients))]
-            messages, spent = [], []
-            for i, client in enumerate(clients):
-                answer = Trained(
-                    people.counts[client], round, state=states[i], statistics=statistics[i], tracked=tracked[i]
-                )
-                messages.append(method.upload(answer).snapshot(method.heavy))
-                spent.append(flops.of_round(begun.phases, people.data[client]))
-            losses = self._losses(begun, visited, round)  # late, because it waits for the GPU
-            replies = [
-                Reply(client, messages[i], losses[i], spent[i], (*begun.notes(), *remarks[i]))
-                for i, client in enumerate(clients)
+            parts = begun.stack.parts[: len(clients)]
+            answers = [
+                Trained(people.counts[client], round, state, *found)
+                for client, state, *found in zip(clients, parts, statistics, tracked, strict=True)
             ]
+            messages = [method.upload(answer).snapshot(method.heavy) for answer in answers]
+            spent = [flops.of_round(begun.phases, people.data[client]) for client in clients]
+            losses = self._losses(begun, visited, round)  # late, because it waits for the GPU
+            notes = [(*begun.notes(), *own_remarks) for own_remarks in remarks]
+            replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last of all: a cohort that has run out of memory is tried again from its old states.
-            self._keep(clients, states)
+            self._keep(clients, parts)
         lane.join()
         return replies
 
@@ -234,8 +230,7 @@ class VectorizedEngine(LocalEngine):
         """Copy the clients' states from their stack to where they rest."""
         beginners = [client for client in clients if not self.store.has(client)]
         rooms = [self.store.room(client, state) for client, state in zip(clients, states, strict=True)]
-        targets = [room[name] for room in rooms for name in room]
-        torch._foreach_copy_(targets, [state[name] for room, state in zip(rooms, states, strict=True) for name in room])
+        stacked.copy_states(rooms, states)
         for client, room in zip(clients, rooms, strict=True):
             self.store.put(client, room)
         for client in beginners:
@@ -244,14 +239,14 @@ class VectorizedEngine(LocalEngine):
     def _evaluate_stacked(
         self, clients: list[int], downloads: Mapping[int, Message], round: int
     ) -> dict[int, Evaluation]:
-        state = self._stack(clients, round, downloads, keep=False)
-        own = {name: tensor[: len(clients)] for name, tensor in state.items()}
+        stack = self._stack(clients, round, downloads, keep=False)
+        own = {name: tensor[: len(clients)] for name, tensor in stack.state.items()}
         with torch.no_grad():
             return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own)
 
     # Memory and shapes ------------------------------------------------------------------------------------------------
 
-    def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> State:
+    def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> stacked.Stack:
         """The clients' states after their downloads, one above the other, padded with copies of the first client.
 
         `keep`: in tensors that stay, because captured steps work on them.
@@ -259,20 +254,17 @@ class VectorizedEngine(LocalEngine):
         states = [self.store.get(client) for client in clients]
         padded = states + states[:1] * (self._size(clients) - len(states))
         key = (self._architecture(clients[0]), len(padded))
-        kept = self._stacks.get(key)
-        if kept is None:
-            state = {name: torch.stack([s[name] for s in padded]) for name in states[0]}
+        stack = self._stacks.get(key)
+        if stack is None:
+            stack = stacked.Stack.of(padded)
             if keep:
-                self._stacks[key] = state
+                self._stacks[key] = stack
         else:
-            state = kept
-            for name, tensor in state.items():
-                torch.stack([s[name] for s in padded], out=tensor)
-        for index, client in enumerate(clients):
+            stack.fill(padded)
+        for client, own in zip(clients, stack.parts, strict=False):
             if client in downloads:
-                mine = {name: tensor[index] for name, tensor in state.items()}
-                local.receive(self.population, client, mine, downloads[client], round)
-        return state
+                local.receive(self.population, client, own, downloads[client], round)
+        return stack
 
     def _size(self, clients: list[int]) -> int:
         """The size a cohort is padded to, so that few different shapes occur over many rounds."""
