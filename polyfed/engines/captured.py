@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from polyfed.compute import capturing
-from polyfed.engines.cohort import PhaseStep, Stack
-from polyfed.engines.local import left_out
+from polyfed.engines.cohort import PhaseStep
 from polyfed.engines.plan import Plan
 from polyfed.errors import InputError
 from polyfed.message import State
-from polyfed.methods.base import Phase
 
 WORTH_A_SHAPE = 20
 """Steps of a smaller cohort from which capturing them costs less than to take them with all clients."""
@@ -126,23 +122,6 @@ class CapturedStep:
             return full
         self._parts[count] = self.step.leading(count)
         return count
-
-
-@dataclass(frozen=True, eq=False)
-class Begun:
-    """A cohort whose training in a round has been queued."""
-
-    clients: list[int]
-    stack: Stack
-    phases: Sequence[Phase]
-    steps: list[PhaseStep]
-    """One per phase; they hold what came out."""
-    left_out: list[Tensor]
-    """The samples that are not visited, phase by phase."""
-
-    def notes(self) -> list[str]:
-        """What is to be said of the samples that are not visited."""
-        return [left_out(phase) for phase, samples in zip(self.phases, self.left_out, strict=True) if len(samples)]
 
 
 def reason(error: RuntimeError) -> Exception:

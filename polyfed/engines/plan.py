@@ -7,7 +7,7 @@ exactly its own. Then the cohort is a single client, and its short batches are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from polyfed.methods.base import Phase
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches of a cohort in one phase, on the compute device: [steps, clients, batch, …]."""
+    """The batches of a cohort in one phase: [steps, clients, batch, …]."""
 
     inputs: State
     """By name: `rows`, sample numbers, −1 where there is none; draws for them (`first.flip`, `drawn.noise`)."""
@@ -30,6 +30,10 @@ class Plan:
     """For each step, how many samples it takes of every client: a full batch, or fewer if nothing may be padded."""
     left_out: Tensor
     """Samples that are not visited, each as often as it would have been."""
+
+    def on(self, device: torch.device) -> Plan:
+        """The same with its inputs on the compute device."""
+        return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()})
 
     def at(self, step: int) -> State:
         """The inputs of one step."""
@@ -66,7 +70,7 @@ def new_plan(
     filled = (inputs["rows"] >= 0).sum(2)
     active = ((filled > 0) * torch.arange(1, size + 1)).amax(1).tolist()
     samples = [width] * len(filled) if pads else filled.amax(1).tolist()
-    return Plan({name: tensor.to(population.device) for name, tensor in inputs.items()}, active, samples, left_out)
+    return Plan(inputs, active, samples, left_out)
 
 
 def _table(passes: Sequence[Epoch], width: int) -> State:

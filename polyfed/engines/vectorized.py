@@ -19,13 +19,12 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from polyfed.engines import cohort as stacked
 from polyfed.engines import local
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.batches import visits
-from polyfed.engines.captured import Begun, CapturedStep, Lane
+from polyfed.engines.begun import Begun
+from polyfed.engines.captured import CapturedStep, Lane
 from polyfed.engines.layers import trouble
 from polyfed.engines.local import Evaluation
 from polyfed.engines.plan import Plan, new_plan
@@ -33,7 +32,6 @@ from polyfed.engines.population import Population, Workbench
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase, Reply, Trained
 from polyfed.methods.network import ClientNetwork
-from polyfed.methods.statistics import ClassStatistics, means_from_sums
 
 Result = TypeVar("Result")
 
@@ -53,6 +51,8 @@ class VectorizedEngine(LocalEngine):
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
         self._stacks: dict[tuple[str, int], stacked.Stack] = {}
         self._lanes: dict[str, Lane] = {}
+        self._ahead: dict[tuple[int, ...], list[Plan]] = {}
+        """By round and clients, batches that were drawn while the round before was trained."""
         self._looped: dict[str, str] = {}
         """By architecture, why the plain loop trains it."""
         self._normed: dict[str, set[str]] = {}
@@ -136,6 +136,8 @@ class VectorizedEngine(LocalEngine):
                 begun.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
+        if len(downloads) == len(self.population.data):  # everyone takes part, so these cohorts come again
+            self._draw_ahead(begun, round)
         while begun:
             work = begun.popleft()
             try:
@@ -156,15 +158,26 @@ class VectorizedEngine(LocalEngine):
     def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> Begun:
         """Queue all that a cohort trains in this round, and wait for nothing."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
-        phases, width, size = self.population.method.phases(), self._width(clients[0]), self._size(clients)
-        normed = self._normed[self._architecture(clients[0])]
+        phases = self.population.method.phases()
         with self._lane(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
+            drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
             # All plans before the first phase: to bring one to a GPU waits for what was queued before.
-            plan = partial(new_plan, self.population, clients, width, size, round=round)
-            plans = [plan(phase=phase, pads=phase.name not in normed) for phase in phases]
+            plans = [plan.on(self.population.device) for plan in drawn]
             steps = [self._train_phase(clients, stack.state, *each) for each in zip(phases, plans, strict=True)]
             return Begun(clients, stack, phases, steps, [plan.left_out for plan in plans])
+
+    def _plans(self, clients: list[int], round: int) -> list[Plan]:
+        """Draw all batches of a cohort, phase by phase."""
+        normed = self._normed[self._architecture(clients[0])]
+        plan = partial(new_plan, self.population, clients, self._width(clients[0]), self._size(clients), round=round)
+        return [plan(phase=phase, pads=phase.name not in normed) for phase in self.population.method.phases()]
+
+    def _draw_ahead(self, begun: Iterable[Begun], round: int) -> None:
+        """Draw the batches of these cohorts for the next round too, while the GPU works."""
+        self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= round}
+        for work in begun:
+            self._ahead[round + 1, *work.clients] = self._plans(work.clients, round + 1)
 
     def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: Plan) -> stacked.PhaseStep:
         captured = self._captured(clients[0], state, phase)
@@ -182,49 +195,21 @@ class VectorizedEngine(LocalEngine):
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
-            visited = [self._visits(begun, number) for number in range(len(begun.phases))]
-            tracked = self._tracked(begun, visited)
+            visited = begun.visited(people)
             parts = begun.stack.parts[: len(clients)]
             answers = [
                 Trained(people.counts[client], round, state, *found)
-                for client, state, *found in zip(clients, parts, statistics, tracked, strict=True)
+                for client, state, *found in zip(clients, parts, statistics, begun.tracked(visited), strict=True)
             ]
             messages = [method.upload(answer).snapshot(method.heavy) for answer in answers]
             spent = [flops.of_round(begun.phases, people.data[client]) for client in clients]
-            losses = self._losses(begun, visited, round)  # late, because it waits for the GPU
+            losses = begun.losses(visited, round)  # late, because it waits for the GPU
             notes = [(*begun.notes(), *own_remarks) for own_remarks in remarks]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last of all: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)
         lane.join()
         return replies
-
-    def _visits(self, begun: Begun, number: int) -> Tensor:
-        """How often samples of each class were visited in a phase: [clients, classes]."""
-        people, phase = self.population, begun.phases[number]
-        missed = torch.bincount(people.labels[begun.left_out[number]], minlength=people.task.classes)
-        return torch.stack([visits(people, client, phase) for client in begun.clients]) - missed
-
-    def _tracked(self, begun: Begun, visited: list[Tensor]) -> list[ClassStatistics | None]:
-        """Each client's class means of the vectors that a phase kept track of, the first that did."""
-        tracked: list[ClassStatistics | None] = [None] * len(begun.clients)
-        for step, counts in zip(begun.steps, visited, strict=True):
-            of_clients = () if step.sums is None else step.sums.cpu()
-            for i, (sums, seen) in enumerate(zip(of_clients, counts, strict=False)):
-                if seen.sum():
-                    tracked[i] = tracked[i] or means_from_sums(sums, seen)
-        return tracked
-
-    def _losses(self, begun: Begun, visited: list[Tensor], round: int) -> list[float]:
-        """Each client's mean loss in the first phase that trains its model."""
-        losses = []
-        for phase, step, counts in zip(begun.phases, begun.steps, visited, strict=True):
-            samples, totals = counts.sum(1).tolist(), step.total.tolist()[: len(begun.clients)]
-            for client, total in zip(begun.clients, totals, strict=True):
-                local.check_finite(total, client, round, phase.name)
-            if "model" in phase.trains:
-                losses.append([t / n if n else float("nan") for t, n in zip(totals, samples, strict=True)])
-        return losses[0] if losses else [float("nan")] * len(begun.clients)
 
     def _keep(self, clients: list[int], states: list[State]) -> None:
         """Copy the clients' states from their stack to where they rest."""
@@ -371,7 +356,7 @@ class VectorizedEngine(LocalEngine):
                 if plan.active:
                     step = stacked.PhaseStep(people, network, phase, state)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
-                    step(plan.at(0))
+                    step(plan.on(people.device).at(0))
             network.eval()
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from polyfed.compute import precision
-from polyfed.engines import SequentialEngine, VectorizedEngine, cohort
+from polyfed.engines import SequentialEngine, VectorizedEngine, cohort, vectorized
 from polyfed.engines.captured import reason
 from polyfed.engines.cohort import PhaseStep
 from polyfed.engines.plan import new_plan
@@ -341,3 +341,18 @@ def test_why_a_step_can_not_be_captured() -> None:
     said = reason(failed(RuntimeError("no copy\nwhile capturing")))
     assert isinstance(said, InputError)
     assert "(no copy while capturing): take --engine sequential" in str(said)
+
+
+@pytest.mark.parametrize(("participation", "drawn"), [(1.0, [1, 2, 3, 4]), (0.5, [1, 2, 3])], ids=["everyone", "some"])
+def test_batches_are_drawn_once_and_ahead_only_if_everyone_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, participation: float, drawn: list[int]
+) -> None:
+    """A round's batches are drawn while the round before is trained, if it is certain whose they are."""
+    rounds: list[int] = []
+    monkeypatch.setattr(
+        vectorized, "new_plan", lambda *a, **k: (rounds.append(k["round"]) if k else None, new_plan(*a, **k))[1]
+    )
+    settings = {"models": (support.Wide,), "clients": 4, "rounds": 3, "participation": participation}
+    _, _, federation = run(tmp_path, VectorizedEngine, "standalone", **settings)
+    assert rounds == drawn
+    assert len(federation.engine._ahead) == len(drawn) - 3  # what has passed is not kept

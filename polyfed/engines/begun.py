@@ -1,0 +1,63 @@
+"""A cohort whose training in a round has been queued, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyfed.engines import local
+from polyfed.engines.batches import visits
+from polyfed.engines.cohort import PhaseStep, Stack
+from polyfed.engines.population import Population
+from polyfed.methods.base import Phase
+from polyfed.methods.statistics import ClassStatistics, means_from_sums
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """Clients in training; of the lists, one entry per phase."""
+
+    clients: list[int]
+    stack: Stack
+    phases: Sequence[Phase]
+    steps: list[PhaseStep]
+    """They hold what comes out."""
+    left_out: list[Tensor]
+    """The samples that are not visited."""
+
+    def notes(self) -> list[str]:
+        """What is to be said of the samples that are not visited."""
+        pairs = zip(self.phases, self.left_out, strict=True)
+        return [local.left_out(phase) for phase, samples in pairs if len(samples)]
+
+    def visited(self, population: Population) -> list[Tensor]:
+        """How often samples of each class are visited: [clients, classes]."""
+        counts = []
+        for phase, samples in zip(self.phases, self.left_out, strict=True):
+            missed = torch.bincount(population.labels[samples], minlength=population.task.classes)
+            counts.append(torch.stack([visits(population, client, phase) for client in self.clients]) - missed)
+        return counts
+
+    def tracked(self, visited: Sequence[Tensor]) -> list[ClassStatistics | None]:
+        """Each client's class means of the vectors that a phase kept track of, the first that did."""
+        tracked: list[ClassStatistics | None] = [None] * len(self.clients)
+        for step, counts in zip(self.steps, visited, strict=True):
+            of_clients = () if step.sums is None else step.sums.cpu()
+            for i, (sums, seen) in enumerate(zip(of_clients, counts, strict=False)):
+                if seen.sum():
+                    tracked[i] = tracked[i] or means_from_sums(sums, seen)
+        return tracked
+
+    def losses(self, visited: Sequence[Tensor], round: int) -> list[float]:
+        """Each client's mean loss in the first phase that trains its model. This waits for the GPU."""
+        losses = []
+        for phase, step, counts in zip(self.phases, self.steps, visited, strict=True):
+            samples, totals = counts.sum(1).tolist(), step.total.tolist()[: len(self.clients)]
+            for client, total in zip(self.clients, totals, strict=True):
+                local.check_finite(total, client, round, phase.name)
+            if "model" in phase.trains:
+                losses.append([t / n if n else float("nan") for t, n in zip(totals, samples, strict=True)])
+        return losses[0] if losses else [float("nan")] * len(self.clients)
