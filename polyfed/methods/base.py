@@ -244,7 +244,7 @@ class Method:
         return dict(message.tensors)
 
     def phases(self) -> list[Phase]:
-        """The stages of local training; by default the private model on cross entropy."""
+        """The stages of local training, the same in every round; by default the private model on cross entropy."""
         return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs)]
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
