@@ -75,10 +75,15 @@ class Stack:
 
 
 def copy_states(targets: Sequence[State], sources: Sequence[State]) -> None:
-    """Copy states into others, in a few kernels for all of them."""
-    pairs = zip(targets, sources, strict=True)
-    into, out_of = zip(*((target[name], source[name]) for target, source in pairs for name in target), strict=True)
-    torch._foreach_copy_(into, out_of)
+    """Copy states into others, in a few kernels for all tensors of one type."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        for name, tensor in target.items():
+            into, out_of = by_dtype.setdefault(tensor.dtype, ([], []))
+            into.append(tensor)
+            out_of.append(source[name])
+    for into, out_of in by_dtype.values():
+        torch._foreach_copy_(into, out_of)
 
 
 class PhaseStep:

@@ -32,9 +32,9 @@ class Tiles(NamedTuple):
 CONVOLVE = Tiles(128, 32, 4, 1)
 WEIGH = Tiles(64, 128, 4, 1)
 PROGRAMS = 528
-"""Into how many the work of all clients is cut, about, if it is enough: four for each multiprocessor of an H200."""
+"""Into how many the weights' gradients of all clients are cut, about: four for each multiprocessor of an H200."""
 COLUMNS = 64
-"""Of the product that is a convolution, at least, if a group of pixels may have four."""
+"""Of the product that is a convolution, at most: few channels leave room for groups of four pixels, more for two."""
 BLOCK = 1024
 """Pixels of a pooling at a time."""
 
@@ -66,7 +66,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, tile
     y = x.new_empty(clients, samples, out, down, across)
     group = (2 if 4 * out <= COLUMNS else 1, 2 if 2 * out <= COLUMNS else 1)
     groups = samples * triton.cdiv(down, group[0]) * triton.cdiv(across, group[1])
-    rows = tiles.pixels if 2 * clients * groups >= PROGRAMS * tiles.pixels else tiles.pixels // 2
+    few = clients * groups < PROGRAMS // 2 * tiles.pixels  # then smaller blocks, so that no multiprocessor is idle
+    rows = tiles.pixels // 2 if few else tiles.pixels
     _convolve[(triton.cdiv(groups, rows), clients)](
         x, weight, weight if bias is None else bias.contiguous(), y, samples, *x.stride(),
         channels, out, *kernel, *padding, height, width, bias is not None, _precision(), *group,
@@ -173,7 +174,8 @@ def _convolve(
     """Patches [groups, IN × FH × FW] times weights [IN × FH × FW, OUT × GH × GW], for a block of groups.
 
     A group is GH × GW neighbouring pixels of the result. One field of FH × FW serves them all, because what lies under
-    the filter is mostly the same: there is less to read, for some products with zero.
+    the filter is mostly the same: there is less to read, for some products with zero (by which what is not a finite
+    number reaches its neighbours).
     """
     OH: tl.constexpr = H + 2 * PH - KH + 1
     OW: tl.constexpr = W + 2 * PW - KW + 1

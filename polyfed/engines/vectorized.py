@@ -36,6 +36,8 @@ from polyfed.methods.network import ClientNetwork
 Result = TypeVar("Result")
 
 LARGEST_COHORT = 256
+MOST_AHEAD = 5_000_000
+"""Visits of samples that may be drawn ahead; with augmentation each takes some hundred bytes."""
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used goes first."""
 
@@ -106,6 +108,7 @@ class VectorizedEngine(LocalEngine):
         return {client: scores[client] for client in sorted(scores)}
 
     def close(self) -> None:
+        self._ahead.clear()
         try:
             self._let_go()
         finally:
@@ -136,7 +139,7 @@ class VectorizedEngine(LocalEngine):
                 begun.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
-        if len(downloads) == len(self.population.data):  # everyone takes part, so these cohorts come again
+        if self._come_again(downloads, round):
             self._draw_ahead(begun, round)
         while begun:
             work = begun.popleft()
@@ -156,7 +159,7 @@ class VectorizedEngine(LocalEngine):
         return self._finish(self._begin(clients, downloads, round), round)
 
     def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> Begun:
-        """Queue all that a cohort trains in this round, and wait for nothing."""
+        """Queue all that a cohort trains in this round, without waiting for it."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
         phases = self.population.method.phases()
         with self._lane(clients[0]).entered():
@@ -172,6 +175,14 @@ class VectorizedEngine(LocalEngine):
         normed = self._normed[self._architecture(clients[0])]
         plan = partial(new_plan, self.population, clients, self._width(clients[0]), self._size(clients), round=round)
         return [plan(phase=phase, pads=phase.name not in normed) for phase in self.population.method.phases()]
+
+    def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
+        """Whether the next round has the same cohorts, because everyone takes part, and few enough samples."""
+        people = self.population
+        if len(participants) < len(people.data) or round == people.task.rounds:
+            return False
+        epochs = sum(phase.epochs for phase in people.method.phases())
+        return epochs * sum(len(data.train) for data in people.data) <= MOST_AHEAD
 
     def _draw_ahead(self, begun: Iterable[Begun], round: int) -> None:
         """Draw the batches of these cohorts for the next round too, while the GPU works."""
@@ -201,10 +212,10 @@ class VectorizedEngine(LocalEngine):
                 Trained(people.counts[client], round, state, *found)
                 for client, state, *found in zip(clients, parts, statistics, begun.tracked(visited), strict=True)
             ]
-            messages = [method.upload(answer).snapshot(method.heavy) for answer in answers]
             spent = [flops.of_round(begun.phases, people.data[client]) for client in clients]
-            losses = begun.losses(visited, round)  # late, because it waits for the GPU
             notes = [(*begun.notes(), *own_remarks) for own_remarks in remarks]
+            losses = begun.losses(visited, round)  # waits for the GPU, so as late as it can be
+            messages = [method.upload(answer).snapshot(method.heavy) for answer in answers]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last of all: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)

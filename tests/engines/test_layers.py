@@ -76,6 +76,14 @@ def test_convolution(channels: int, out: int, kernel: tuple[int, int], padding: 
     close(own, theirs)
 
 
+def test_blocks_are_larger_where_there_is_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(CLIENTS, SAMPLES, 3, 7, 7), random(CLIENTS, 5, 3, 2, 3)
+    kernels = layers.kernels()
+    smaller = kernels.convolve(x, weight, None, (0, 1))
+    monkeypatch.setattr(kernels, "PROGRAMS", 0)
+    torch.testing.assert_close(kernels.convolve(x, weight, None, (0, 1)), smaller)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not know bfloat16")
 def test_bfloat16() -> None:
     """Products of bfloat16 numbers are added up in 32 bits."""

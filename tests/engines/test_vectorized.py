@@ -14,12 +14,13 @@ import torch
 
 from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine, cohort, vectorized
+from polyfed.engines.begun import Begun
 from polyfed.engines.captured import reason
 from polyfed.engines.cohort import PhaseStep
 from polyfed.engines.plan import new_plan
-from polyfed.errors import InputError
+from polyfed.errors import DivergedError, InputError
 from polyfed.methods import METHODS
-from polyfed.methods.base import Phase
+from polyfed.methods.base import Method, Phase
 from polyfed.methods.tools import cross_entropy
 from tests import support
 
@@ -343,16 +344,41 @@ def test_why_a_step_can_not_be_captured() -> None:
     assert "(no copy while capturing): take --engine sequential" in str(said)
 
 
-@pytest.mark.parametrize(("participation", "drawn"), [(1.0, [1, 2, 3, 4]), (0.5, [1, 2, 3])], ids=["everyone", "some"])
-def test_batches_are_drawn_once_and_ahead_only_if_everyone_takes_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, participation: float, drawn: list[int]
+@pytest.mark.parametrize(
+    ("participation", "most", "order"),
+    [(1.0, 10_000, "draw 1, draw 2, wait 1, draw 3, wait 2, wait 3"),
+     (0.5, 10_000, "draw 1, wait 1, draw 2, wait 2, draw 3, wait 3"),
+     (1.0, 10, "draw 1, wait 1, draw 2, wait 2, draw 3, wait 3")],
+    ids=["everyone takes part", "some take part", "too many samples"],
+)  # fmt: skip
+def test_batches_are_drawn_once_and_ahead_if_it_is_certain_whose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, participation: float, most: int, order: str
 ) -> None:
-    """A round's batches are drawn while the round before is trained, if it is certain whose they are."""
-    rounds: list[int] = []
-    monkeypatch.setattr(
-        vectorized, "new_plan", lambda *a, **k: (rounds.append(k["round"]) if k else None, new_plan(*a, **k))[1]
-    )
+    """A round's batches are drawn before the engine waits for the round before."""
+    happened: list[str] = []
+
+    def draw(*given: Any, **named: Any) -> Any:
+        if named:  # not the trial at the beginning
+            happened.append(f"draw {named['round']}")
+        return new_plan(*given, **named)
+
+    def wait(self: Begun, visited: Any, round: int) -> list[float]:
+        happened.append(f"wait {round}")
+        return losses(self, visited, round)
+
+    losses = Begun.losses
+    monkeypatch.setattr(Begun, "losses", wait)
+    monkeypatch.setattr(vectorized, "new_plan", draw)
+    monkeypatch.setattr(vectorized, "MOST_AHEAD", most)
     settings = {"models": (support.Wide,), "clients": 4, "rounds": 3, "participation": participation}
-    _, _, federation = run(tmp_path, VectorizedEngine, "standalone", **settings)
-    assert rounds == drawn
-    assert len(federation.engine._ahead) == len(drawn) - 3  # what has passed is not kept
+    run(tmp_path, VectorizedEngine, "standalone", **settings)
+    assert ", ".join(happened) == order
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_training_that_diverges_is_named_before_an_answer_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    monkeypatch.setattr(Method, "upload", lambda *given: pytest.fail("an answer from numbers that are not finite"))
+    with pytest.raises(DivergedError, match="lr"):
+        run(tmp_path, engine, "standalone", models=(support.Wide,), lr=1e30)
