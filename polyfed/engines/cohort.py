@@ -69,10 +69,6 @@ class Stack:
         columns = {name: tensor.unbind() for name, tensor in state.items()}
         return cls(state, [{name: column[i] for name, column in columns.items()} for i in range(len(states))])
 
-    def fill(self, states: Sequence[State]) -> None:
-        """Copy other clients' states into it."""
-        copy_states(self.parts, states)
-
 
 def copy_states(targets: Sequence[State], sources: Sequence[State]) -> None:
     """Copy states into others, in a few kernels for all tensors of one type."""

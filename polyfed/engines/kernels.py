@@ -57,7 +57,7 @@ class Windows(NamedTuple):
         return (*self.size, *self.stride, *self.padding, *self.dilation)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, tiles: Tiles = CONVOLVE) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
     """Images [clients, samples, in, H, W] with weights [clients, out, in, …] and bias [clients, out], stride 1."""
     x, weight = _in_reach(x), weight.contiguous()
     clients, samples, channels, height, width = x.shape
@@ -66,24 +66,24 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, tile
     y = x.new_empty(clients, samples, out, down, across)
     group = (2 if 4 * out <= COLUMNS else 1, 2 if 2 * out <= COLUMNS else 1)
     groups = samples * triton.cdiv(down, group[0]) * triton.cdiv(across, group[1])
-    few = clients * groups < PROGRAMS // 2 * tiles.pixels  # then smaller blocks, so that no multiprocessor is idle
-    rows = tiles.pixels // 2 if few else tiles.pixels
+    few = clients * groups < PROGRAMS // 2 * CONVOLVE.pixels  # then smaller blocks, so that no multiprocessor is idle
+    rows = CONVOLVE.pixels // 2 if few else CONVOLVE.pixels
     _convolve[(triton.cdiv(groups, rows), clients)](
         x, weight, weight if bias is None else bias.contiguous(), y, samples, *x.stride(),
         channels, out, *kernel, *padding, height, width, bias is not None, _precision(), *group,
-        rows, tiles.depth, _power(out * group[0] * group[1]), num_warps=tiles.warps, num_stages=tiles.stages,
+        rows, CONVOLVE.depth, _power(out * group[0] * group[1]), num_warps=CONVOLVE.warps, num_stages=CONVOLVE.stages,
     )  # fmt: skip
     return y
 
 
-def weigh(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair, tiles: Tiles = WEIGH) -> tuple[Tensor, Tensor]:
+def weigh(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) -> tuple[Tensor, Tensor]:
     """The gradients of weights and bias, from that of the result."""
     x, gradient = _in_reach(x), gradient.contiguous()
     clients, samples, channels, height, width = x.shape
     out, pixels = gradient.shape[2], samples * gradient[0, 0, 0].numel()
     depth = channels * kernel[0] * kernel[1]
-    block = min(tiles.depth, _power(depth))
-    columns, blocks = triton.cdiv(depth, block), triton.cdiv(pixels, tiles.pixels)
+    block = min(WEIGH.depth, _power(depth))
+    columns, blocks = triton.cdiv(depth, block), triton.cdiv(pixels, WEIGH.pixels)
     steps = triton.cdiv(blocks, max(1, PROGRAMS // (clients * columns)))
     parts = triton.cdiv(blocks, steps)
     # Parts are added up afterwards, in a fixed order, so that the same step gives the same numbers again.
@@ -91,7 +91,7 @@ def weigh(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair, tiles: Tiles
     _weigh[(columns, clients, parts)](
         x, gradient, sums, samples, clients, steps, *x.stride(),
         channels, out, *kernel, *padding, height, width, _precision(),
-        tiles.pixels, block, _power(out), num_warps=tiles.warps, num_stages=tiles.stages,
+        WEIGH.pixels, block, _power(out), num_warps=WEIGH.warps, num_stages=WEIGH.stages,
     )  # fmt: skip
     total = sums.sum(0).to(x.dtype)
     return total[..., :-1].unflatten(2, (channels, *kernel)), total[..., -1]
@@ -135,14 +135,8 @@ def _in_reach(x: Tensor) -> Tensor:
 
 
 # Constants are written in capitals: in and out channels, K for the filter (or window), P for padding, S for stride,
-# D for dilation, each with H or W; OH and OW are the size of the result, B… the size of a block.
-
-
-@triton.jit
-def _pixels(m, OH: tl.constexpr, OW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr):
-    """The samples and places that numbers stand for, and the upper left corners of their patches."""
-    pixel = m % (OH * OW)
-    return m // (OH * OW), pixel, pixel // OW - PH, pixel % OW - PW
+# D for dilation, G for a group of pixels, F for its field, each with H or W; OH and OW are the size of the result, B…
+# the size of a block.
 
 
 @triton.jit
@@ -238,7 +232,8 @@ def _weigh(
     for step in range(part * steps, part * steps + steps):
         m = step * BM + tl.arange(0, BM)
         real = m < samples * OH * OW
-        sample, pixel, top, left = _pixels(m, OH, OW, PH, PW)
+        sample, pixel = m // (OH * OW), m % (OH * OW)
+        top, left = pixel // OW - PH, pixel % OW - PW
         place = (sample * (OUT * OH * OW) + pixel)[None, :] + (o * (OH * OW))[:, None]
         gradient = tl.load(g + place, real[None, :] & (o < OUT)[:, None], 0.0)
         corner = x + client * xn + (sample * xb + top * xh + left * xw)

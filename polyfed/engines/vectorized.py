@@ -256,7 +256,7 @@ class VectorizedEngine(LocalEngine):
             if keep:
                 self._stacks[key] = stack
         else:
-            stack.fill(padded)
+            stacked.copy_states(stack.parts, padded)
         for client, own in zip(clients, stack.parts, strict=False):
             if client in downloads:
                 local.receive(self.population, client, own, downloads[client], round)
