@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +27,7 @@ from polyfed.methods.base import Training
 from polyfed.records import RunFolder
 from polyfed.report import tables
 from polyfed.report.progress import BarProgress, LineProgress, QuietProgress
+from polyfed.resuming import check_trusted
 
 app = typer.Typer(
     help="Model-heterogeneous personalised federated learning.",
@@ -36,6 +39,7 @@ app = typer.Typer(
 out_console = Console()
 error_console = Console(stderr=True, highlight=False, soft_wrap=True)
 
+TRUST = typer.Option("--trust", help="import the networks that the file names as package.module:name")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
@@ -88,6 +92,7 @@ def run(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME, training.NAME or any setting")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder; default: a new one under runs/")] = None,
+    trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
     """Run one experiment: one method on one federation."""
@@ -101,6 +106,8 @@ def run(
     changes = merged(changes, parse_settings(settings or []))
     if method.endswith((".yaml", ".yml")):
         config = read_experiment(Path(method), **changes)
+        if "models" not in changes:
+            check_trusted(config, Path(method), trust=trust)
     elif (Path(method) / "config.yaml").is_file():
         raise InputError(
             f"'{method}' is the folder of a run: go on with it by `polyfed resume {method}`, or run it again by "
@@ -108,20 +115,37 @@ def run(
         )
     else:
         config = checked(**merged({"method": method}, changes))
-    folder = out or _new_folder(config)
     values = config.model_dump()
-    _show(quiet, folder, lambda watcher: api.run(**values, out=folder, watcher=watcher))
+    folder = out or NextFolder(config)
+    _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))
 
 
 @app.command()
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of an unfinished run")],
+    rounds: Annotated[int | None, typer.Option(help="go on to so many rounds, also if the run is finished")] = None,
+    from_round: Annotated[
+        int | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME or training.NAME from now on")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="let clients whose states are lost start from their first weights")
+    ] = False,
+    trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Go on with an interrupted run."""
-    if RunFolder.open(path).finished and not quiet:
+    """Go on with an interrupted run, or with a finished one to more rounds."""
+    if RunFolder.open(path).finished and rounds is None and not quiet:
         out_console.print("This run is already finished.")
-    _show(quiet, path, lambda watcher: api.resume(path, watcher=watcher))
+    changes = parse_settings(settings or [])
+    _show(
+        quiet,
+        lambda watcher: api.resume(
+            path, watcher=watcher, rounds=rounds, from_round=from_round, settings=changes, repair=repair, trust=trust
+        ),
+    )
 
 
 @app.command()
@@ -170,20 +194,25 @@ def main() -> None:
         app()
     except PolyfedError as error:
         error_console.print(f"polyfed: {error}", markup=False)
-        sys.exit(130 if isinstance(error, Interrupted) else error.exit_status)
+        sys.exit(error.exit_status)
 
 
-def _show(quiet: bool, folder: Path, work: Callable[[Watcher], api.Result]) -> None:
+def _show(quiet: bool, work: Callable[[Watcher], api.Result]) -> None:
     kind = QuietProgress if quiet else BarProgress if out_console.is_terminal else LineProgress
     watcher = kind(out_console)
     try:
         with watcher.watching():
             result = work(watcher)
+    except Interrupted as error:
+        if watcher.terminated:
+            error.exit_status = 143  # as the shell says it
+        raise
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped at once; `polyfed resume {folder}` goes on from the last checkpoint.") from None
+        again = f"; `polyfed resume {watcher.folder}` continues from the last checkpoint" if watcher.folder else ""
+        raise Interrupted(f"stopped at once{again}.") from None
     if not quiet:
         out_console.print(tables.summary_table(result.summary))
-    out_console.print(str(folder), highlight=False, soft_wrap=True)
+    out_console.print(str(result.folder.path), highlight=False, soft_wrap=True)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -208,14 +237,20 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     return changes
 
 
-def _new_folder(config: Experiment) -> Path:
-    """A folder under runs/ that does not exist yet."""
-    data = Path(config.data.partition(":")[2]).stem if ":" in config.data else config.data
-    stem = f"{config.method['name']}-{data}-seed{config.seed}"
-    number = 1
-    while (path := Path("runs") / (stem if number == 1 else f"{stem}-{number}")).exists():
-        number += 1
-    return path
+class NextFolder:
+    """Names a new folder under runs/ when the run begins; no other process gets the same one."""
+
+    def __init__(self, config: Experiment) -> None:
+        data = Path(config.data.partition(":")[2]).stem if ":" in config.data else config.data
+        self._stem = f"{config.method['name']}-{data}-seed{config.seed}"
+
+    def __call__(self) -> Path:
+        for number in itertools.count(1):
+            path = Path("runs") / (self._stem if number == 1 else f"{self._stem}-{number}")
+            with suppress(FileExistsError):
+                path.mkdir(parents=True)
+                break
+        return path
 
 
 def _print(as_json: bool, values: list[dict[str, Any]], *shown: Any) -> None:

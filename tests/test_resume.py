@@ -23,7 +23,7 @@ from tests import support
 SMALL = '''
 import os, signal
 from torch import nn
-from polyfed.records import atomic
+from polyfed.records import disk
 
 class Small(nn.Sequential):
     """A small network of the user's own."""
@@ -38,14 +38,14 @@ class Smaller(nn.Sequential):
 # "checkpoint 3": the process kills itself in the middle of writing its third file into a folder of that name.
 place, _, count = os.environ.get("DIE_AT", "").partition(" ")
 if place:
-    write, left = atomic.write, iter(range(int(count) - 1, -1, -1))
-    def dying(path, content):
+    write, left = disk.write, iter(range(int(count) - 1, -1, -1))
+    def dying(path, content, **options):
         if path.parent.name == place and next(left) == 0:
             data = content.encode() if isinstance(content, str) else content
-            path.with_name(path.name + ".new").write_bytes(data[: len(data) // 2])
+            path.with_name(f".{path.name}.0123abcd.new").write_bytes(data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        write(path, content)
-    atomic.write = dying
+        write(path, content, **options)
+    disk.write = dying
 '''
 ROUNDS = 24
 SETTINGS: dict[str, Any] = {
@@ -115,18 +115,20 @@ def test_a_run_killed_again_and_again_gives_the_same_numbers(tmp_path: Path, mon
 
     (tmp_path / "killed.yaml").write_text(polyfed.experiment(**SETTINGS).to_yaml())
     run, chance = tmp_path / "killed", random.Random()
-    process = start(tmp_path, "run", "killed.yaml", "--out", "killed", die_at=f"checkpoint {chance.randint(1, 20)}")
+    process = start(
+        tmp_path, "run", "killed.yaml", "--trust", "--out", "killed", die_at=f"checkpoint {chance.randint(1, 20)}"
+    )
     assert ended(process, tmp_path) == -signal.SIGKILL
     for _ in range(2):
-        process = start(tmp_path, "resume", "killed")
+        process = start(tmp_path, "resume", "killed", "--trust")
         wait_for_round(process, run, checkpoint_round(run) + chance.randint(1, 3))
         time.sleep(chance.random() * 0.05)
         process.kill()
         assert ended(process, tmp_path) == -signal.SIGKILL
-    process = start(tmp_path, "resume", "killed", die_at=f"models {chance.randint(1, 6)}")
+    process = start(tmp_path, "resume", "killed", "--trust", die_at=f"models {chance.randint(1, 6)}")
     assert ended(process, tmp_path) == -signal.SIGKILL
     assert checkpoint_round(run) == ROUNDS - 1
-    process = start(tmp_path, "resume", "killed", "--quiet")
+    process = start(tmp_path, "resume", "killed", "--trust", "--quiet")
     assert ended(process, tmp_path) == 0
     assert (tmp_path / "output.txt").read_text() == "killed\n"
     assert records(run) == records(tmp_path / "whole")
@@ -136,7 +138,7 @@ def test_ctrl_c_finishes_the_round_and_says_how_to_go_on(tmp_path: Path) -> None
     (tmp_path / "small_of_user.py").write_text(SMALL)
     text = polyfed.experiment(**{**SETTINGS, "rounds": 2000, "eval_every": 1}).to_yaml()
     (tmp_path / "long.yaml").write_text(text)
-    process = start(tmp_path, "run", "long.yaml", "--out", "stopped")
+    process = start(tmp_path, "run", "long.yaml", "--trust", "--out", "stopped")
     wait_for_round(process, tmp_path / "stopped", 2)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
@@ -194,7 +196,7 @@ def test_a_run_tells_where_it_began_and_where_it_went_on(tmp_path: Path, monkeyp
     assert starts == [(0, "sequential", "one machine"), (1, "sequential", "another")]
     assert "torch" in result.folder.origin() and result.folder.origin().count("polyfed") == 2
     notes = [event["note"] for event in result.folder.events() if event["event"] == "note"]
-    assert notes == ["until round 1 the run was on one machine; it goes on on another"]
+    assert notes == ["until round 1 the run was on one machine; it continues on another"]
 
 
 def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
@@ -208,10 +210,16 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("missing", "words"), [("data", "hand it over again"), ("models", "hand them over again")])
 def test_what_came_from_python_must_be_handed_over_again(tmp_path: Path, missing: str, words: str) -> None:
+    """To read numbers it need not."""
     own: dict[str, Any] = {"data": support.tiny_dataset(), "models": [support.Wide]}
-    polyfed.run("standalone", **support.DEFAULTS, **own, out=tmp_path / "run")
+    whole = polyfed.run("standalone", **support.DEFAULTS, **own, out=tmp_path / "run")
+    rest = {name: value for name, value in own.items() if name != missing}
+    result = polyfed.resume(tmp_path / "run", **rest)
+    assert result.rounds.equals(whole.rounds)
     with pytest.raises(polyfed.InputError, match=words):
-        polyfed.resume(tmp_path / "run", **{name: value for name, value in own.items() if name != missing})
+        result.model(0)
+    with pytest.raises(polyfed.InputError, match=words):
+        polyfed.resume(tmp_path / "run", rounds=4, **rest)
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(tmp_path: Path) -> None:
@@ -220,10 +228,11 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(tmp_path: Path) -
     polyfed.run(**settings, **own, out=tmp_path / "whole")
     with pytest.raises(Interrupted):
         polyfed.run(**settings, **own, out=tmp_path / "stopped", watcher=StopAfterTwo())
-    (tmp_path / "stopped" / "checkpoint" / "server.2.safetensors").write_bytes(b"torn")
+    (torn,) = (tmp_path / "stopped" / "checkpoint").glob("server.2.*")
+    torn.write_bytes(b"torn")
     polyfed.resume(tmp_path / "stopped", **own)
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
     notes = [event["note"] for event in polyfed.RunFolder(tmp_path / "stopped").events() if event["event"] == "note"]
     assert notes == [
-        "a checkpoint is damaged, so the run goes on after round 1: manifest.json: 'server.2.safetensors' is damaged"
+        f"a checkpoint is damaged, so the run goes on after round 1: manifest.json: '{torn.name}' is damaged"
     ]

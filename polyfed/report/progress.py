@@ -21,23 +21,26 @@ class QuietProgress(Watcher):
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.terminated = False
+        """Whether it was SIGTERM, not Ctrl-C, that asked the run to stop."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While inside, the first Ctrl-C asks the run to stop after its round, the second stops at once."""
+        """While inside, the first Ctrl-C or SIGTERM asks the run to stop after its round, the second stops at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.stop_requested:
                 raise KeyboardInterrupt
-            self.stop_requested = True
+            self.stop_requested, self.terminated = True, number == signal.SIGTERM
             words = "Stopping after this round, with a checkpoint; press Ctrl-C again to stop at once."
             self.console.print(words, soft_wrap=True)
 
-        before = signal.signal(signal.SIGINT, interrupt)
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class LineProgress(QuietProgress):

@@ -1,11 +1,9 @@
 """The client store: memory, then disk, and never two owners of one tensor."""
 
-from pathlib import Path
-
 import torch
 
-from polyfed.engines.store import ClientStore, size
-from polyfed.message import State
+from polyfed.engines.store import ClientStore
+from polyfed.message import State, state_size
 
 
 def state(value: float) -> State:
@@ -30,7 +28,7 @@ def value(store: ClientStore, client: int) -> int:
 
 
 def test_size_counts_bytes() -> None:
-    assert size(FIRST) == BYTES
+    assert state_size(FIRST) == BYTES
 
 
 def test_a_client_without_a_state_starts_from_a_copy_of_the_first() -> None:
@@ -93,8 +91,8 @@ def test_closing_removes_the_files() -> None:
     store.put(0, state(0))
     store.put(1, state(1))
     assert store._folder is not None
-    folder = Path(store._folder.name)
-    assert len(list(folder.iterdir())) == 1
+    folder = store._folder.path
+    assert len(list(folder.glob("client-*"))) == 1
     store.close()
     assert not folder.exists()
     store.close()
