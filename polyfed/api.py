@@ -151,6 +151,7 @@ def resume(
                 f"the run in '{path}' is finished, after round {before.rounds}: it can only go on to more rounds "
                 f"(--rounds {2 * before.rounds}), or run again from its config.yaml."
             )
+        folder.tidy()
         for problem in folder.damage():
             (watcher or Watcher()).on_note(problem)
         return Result(folder, folder.summary(), people)

@@ -18,7 +18,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
@@ -219,7 +219,8 @@ class RunFolder:
     def tidy(self) -> None:
         """Remove the checkpoints of a finished run, which a kill may have left."""
         if self.finished:
-            self.checkpoints.remove(LOGS)
+            with suppress(OSError):  # someone else's, or on a disk that can only be read
+                self.checkpoints.remove(LOGS)
 
     def reopen(self) -> None:
         """Make a finished run one that can go on: its end becomes a checkpoint."""
