@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_LARGEST_BLOCK = 1 << 22
+"""Entries of packed matrices that are looked at together."""
+
 
 class Gaussians(NamedTuple):
     """What clients know of their classes: one row for each class of each client."""
@@ -38,6 +41,23 @@ def diagonals(triangles: Tensor, size: int) -> Tensor:
     """The diagonals of packed matrices: [n, size]."""
     every = torch.arange(size, device=triangles.device)
     return triangles[:, _places(every, every, size)]
+
+
+def possible(triangles: Tensor, size: int) -> bool:
+    """Whether no covariance in packed matrices is larger than its two variances allow: |Σ_ij| ≤ √(Σ_ii Σ_jj).
+
+    Variances must not be negative. What rounding may add is allowed, also where a variance is too small for a float.
+    """
+    rows, columns = torch.triu_indices(size, size, device=triangles.device)
+    at_once = max(1, _LARGEST_BLOCK // max(1, len(rows)))
+    sound = [torch.ones((), dtype=torch.bool, device=triangles.device)]
+    for some in triangles.split(at_once):
+        deviations = diagonals(some, size).sqrt()
+        largest = deviations.amax(1, keepdim=True)
+        slack = 1e-6 * largest.square() + torch.finfo(some.dtype).tiny
+        limit = 1.001 * deviations[:, rows] * deviations[:, columns] + slack
+        sound.append((some.abs() <= limit).all())
+    return bool(torch.stack(sound).all())
 
 
 def _places(row: Tensor, column: Tensor, size: int) -> Tensor:
