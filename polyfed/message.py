@@ -7,7 +7,7 @@ and counts ride beside them as metadata and are never counted as floats. Bytes a
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -113,6 +113,13 @@ def is_plain(tensor: object) -> bool:
     )
 
 
+def largest(tensors: Iterable[Tensor]) -> Tensor:
+    """The largest absolute value in all of these tensors, NaN if there is one; zero if they are empty."""
+    # The extremes are found many times faster than every value is looked at by isfinite, and without a copy.
+    extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
+    return torch.stack(extremes).abs().max() if extremes else torch.zeros(())
+
+
 def _length(entries: Mapping[str, Tensor]) -> int:
     """The length of `state_bytes`, without building them."""
     if not entries:
@@ -178,7 +185,7 @@ class Schema:
         for name, tensor in message.tensors.items():
             _check_type(name, tensor, torch.float32)
             _check_shape(name, tensor, self.tensors[name].shape, sizes)
-            if not bool(torch.isfinite(tensor).all()):
+            if not bool(largest([tensor]).isfinite()):
                 raise BadMessage(f"'{name}' holds values that are not finite.")
         for name, tensor in message.metadata.items():
             entry = self.metadata[name]

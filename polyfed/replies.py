@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from polyfed.errors import BadMessage, DivergedError
-from polyfed.message import Counts
+from polyfed.message import Counts, largest
 from polyfed.methods.base import Method, Reply
 
 MOST_SAMPLES = 10**7
@@ -98,11 +96,11 @@ class Door:
                 measured[reply.client] = self._measure(reply)
             except BadMessage as error:
                 refused[reply.client] = str(error)
-        ratios, largest = _ratios(measured, sizes)
+        ratios, where = _ratios(measured, sizes)
         for client, ratio in ratios.items():
             if self.bound is not None and ratio > self.bound:
                 refused[client] = (
-                    f"its '{largest[client]}' is {ratio:.3g} times as large as usual, more than reply_bound allows "
+                    f"its '{where[client]}' is {ratio:.3g} times as large as usual, more than reply_bound allows "
                     f"({self.bound:g})."
                 )
         accepted = {client: found for client, found in measured.items() if client not in refused}
@@ -143,11 +141,7 @@ class Door:
 
     def _measure(self, reply: Reply) -> dict[str, float]:
         tensors = self.method.weighed(reply.message)
-        return {
-            name: float(torch.linalg.vector_norm(tensor, torch.inf))
-            for name, tensor in tensors.items()
-            if tensor.numel()
-        }
+        return {name: float(largest([tensor])) for name, tensor in tensors.items() if tensor.numel()}
 
 
 def _ratios(measured: Mapping[int, Mapping[str, float]], sizes: Sizes) -> tuple[dict[int, float], dict[int, str]]:
@@ -155,9 +149,9 @@ def _ratios(measured: Mapping[int, Mapping[str, float]], sizes: Sizes) -> tuple[
     names = dict.fromkeys(name for found in measured.values() for name in found)
     usual = {name: sizes.usual(name, [found[name] for found in measured.values() if name in found]) for name in names}
     ratios: dict[int, float] = {}
-    largest: dict[int, str] = {}
+    where: dict[int, str] = {}
     for client, found in measured.items():
         each = {name: size / usual[name] for name, size in found.items()}
-        largest[client] = max(each, key=lambda name: each[name], default="")
-        ratios[client] = each.get(largest[client], 0.0)
-    return ratios, largest
+        where[client] = max(each, key=lambda name: each[name], default="")
+        ratios[client] = each.get(where[client], 0.0)
+    return ratios, where

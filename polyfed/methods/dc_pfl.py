@@ -145,7 +145,7 @@ class DCPFL(Method):
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.
             train(features, classes, epochs=epochs, batch_size=batch_size, generator=server.generator("calibration"))
-        check_finite(header, "header", server.round, config.server_lr)
+        check_finite(header, "header", server.round, config.server_lr, [means])
 
     def _virtual_features(self, server: Server, sent: Gaussians) -> tuple[Tensor, Tensor]:
         """Features of every class that was sent, in proportion to its samples, and their classes."""

@@ -71,12 +71,14 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
 
     A Cholesky decomposition with pivots, all matrices at once: each step takes the feature with most variance left
     and explains all it can by it. Singular and zero covariances need no care, and what is left at the end of one
-    that is not positive semi-definite (by rounding, say) is dropped.
+    that is not positive semi-definite (by rounding, say) is dropped. No entry can be larger than its feature's standard
+    deviation; that is enforced, beyond rounding, because what a hostile client sends might let them grow without end.
     """
     everyone = torch.arange(len(triangles), device=triangles.device)
     features = torch.arange(size, device=triangles.device)
     left = diagonals(triangles, size).double()
     smallest = 10 * torch.finfo(triangles.dtype).eps * left.amax(1)  # below this, all is rounding
+    most = (1.01 * left.clamp(min=0).sqrt() + 0.01 * left.amax(1, keepdim=True).clamp(min=0).sqrt()).to(triangles)
     found = triangles.new_zeros(len(triangles), min(rank, size), size)
     for step in range(found.shape[1]):
         variance, pivot = left.max(1)
@@ -85,7 +87,7 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
         column -= (done[everyone, :, pivot][:, None] @ done)[:, 0]
         usable = variance > smallest
         scale = torch.where(usable, torch.where(usable, variance, 1.0).rsqrt(), 0.0)
-        found[:, step] = column * scale[:, None]
+        found[:, step] = (column * scale[:, None]).clamp(-most, most)
         left -= found[:, step].square()
         left[everyone, pivot] = 0.0
     return found
