@@ -147,6 +147,8 @@ class Floats:
 
     shape: tuple[int | str, ...]
     optional: bool = False
+    negative: bool = True
+    """Whether values below zero make sense; those of a variance do not."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,8 @@ class Schema:
             _check_shape(name, tensor, self.tensors[name].shape, sizes)
             if not bool(largest([tensor]).isfinite()):
                 raise BadMessage(f"'{name}' holds values that are not finite.")
+            if not self.tensors[name].negative and bool((tensor < 0).any()):
+                raise BadMessage(f"'{name}' holds a negative variance.")
         for name, tensor in message.metadata.items():
             entry = self.metadata[name]
             _check_type(name, tensor, torch.int64)
