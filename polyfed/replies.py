@@ -118,7 +118,7 @@ class Door:
             round, client, ratio = max(sizes.unusual, key=lambda entry: entry[2])
             raise DivergedError(
                 f"{str(error).removesuffix('.')}; the reply of client {client} in round {round} was {ratio:.3g} times "
-                f"as large as usual and may be the cause (--set reply_bound={max(2, math.floor(ratio / 2)):g} refuses "
+                f"as large as usual and may be the cause (--set reply_bound={min(100, math.floor(ratio / 2))} refuses "
                 "such replies)."
             ) from error
 

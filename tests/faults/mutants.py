@@ -123,7 +123,8 @@ def _value(tensors: Entries, metadata: Entries, random: Random, most: int) -> No
 
 def _scale(tensors: Entries, metadata: Entries, random: Random, most: int) -> None:
     """All of a message, or one tensor of it, times a large factor."""
-    factor = random.choice((-1.0, 5.0, 50.0, 90.0, *(10.0**power for power in range(2, 39, 2))))
+    near = (-1.0, 5.0, -20.0, 50.0, -50.0, 90.0, -90.0)  # such a reply may just be let in
+    factor = random.choice(near) if random.random() < 0.6 else 10.0 ** random.randrange(2, 39)
     chosen = list(tensors) if random.random() < 0.5 else [_some(tensors, random)]
     for name in chosen:
         if name is not None and isinstance(tensors[name], Tensor) and tensors[name].is_floating_point():
@@ -142,7 +143,7 @@ def _counts(tensors: Entries, metadata: Entries, random: Random, most: int) -> N
             changed.fill_(value)
         return changed
 
-    _change({}, random, change) if not metadata else _change(metadata, random, change)
+    _change(metadata, random, change)
 
 
 def _labels(tensors: Entries, metadata: Entries, random: Random, most: int) -> None:

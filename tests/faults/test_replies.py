@@ -21,12 +21,14 @@ from polyfed.errors import DivergedError
 from polyfed.federation import Federation
 from polyfed.message import Message, State
 from polyfed.methods import METHODS
+from polyfed.methods.averaged import Averaged
 from polyfed.methods.base import Reply, Server
+from polyfed.methods.fedkd import FedKD
 from polyfed.replies import SMALL, UNUSUAL, Sizes
 from tests import support
 from tests.faults.mutants import mutant
 
-SHORT, LONG = 20, 500
+SHORT, LONG = 12, 440
 """Mutants of each federation below, of which there are more than twenty."""
 BOUND = 100.0
 HOSTILE = 4
@@ -123,6 +125,7 @@ def assert_harmless(scene: Scene, replies: list[Reply], hostile: Sequence[int], 
             state = {**server.state, **server.modules.state_dict()}
             assert_finite(state)
             assert_near(scene, server, hostile)
+            assert_share(scene, server, [reply for reply in sound if reply.client in hostile], hostile)
             receive_and_train(scene, server, victim)
     except DivergedError as error:  # which a reply just within the bound may cause; then its sender is named
         assert unusual and max(unusual.values()) > UNUSUAL
@@ -148,6 +151,21 @@ def assert_near(scene: Scene, server: Server, hostile: Sequence[int]) -> None:
             if one.tensors[name].shape == other.tensors[name].shape:
                 apart = (one.tensors[name] - other.tensors[name]).abs()
                 assert float(apart.max() if apart.numel() else 0) <= 2 * BOUND * usual, f"{name} was captured"
+
+
+def assert_share(scene: Scene, server: Server, let_in: Sequence[Reply], hostile: Sequence[int]) -> None:
+    """Hostile clients move a mean no further than their share of it, if each has as many samples as a client can."""
+    method = scene.people.method
+    if not let_in or not isinstance(method, Averaged) or isinstance(method, FedKD):  # FedKD's mean is compressed
+        return
+    most = scene.run.door.most_samples if method.weighted else 1
+    claimed = len(let_in) * most
+    honest = [len(scene.people.data[c].train) if method.weighted else 1 for c in range(5) if c not in hostile]
+    share = claimed / (claimed + sum(honest))
+    for name, without in scene.fused_without(hostile).state.items():
+        furthest = torch.stack([(reply.message.tensors[name] - without).abs() for reply in let_in]).amax(0)
+        moved = (server.state[name] - without).abs()
+        assert bool((moved <= share * furthest * 1.001 + 1e-5).all()), f"the mean of {name} was captured"
 
 
 def download(scene: Scene, server: Server, client: int) -> Message:
