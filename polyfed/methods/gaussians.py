@@ -48,16 +48,21 @@ def possible(triangles: Tensor, size: int) -> bool:
 
     Variances must not be negative. What rounding may add is allowed, also where a variance is too small for a float.
     """
-    rows, columns = torch.triu_indices(size, size, device=triangles.device)
-    at_once = max(1, _LARGEST_BLOCK // max(1, len(rows)))
     sound = [torch.ones((), dtype=torch.bool, device=triangles.device)]
-    for some in triangles.split(at_once):
+    for some in triangles.split(max(1, _LARGEST_BLOCK // triangles.shape[1])):
         deviations = diagonals(some, size).sqrt()
-        largest = deviations.amax(1, keepdim=True)
-        slack = 1e-6 * largest.square() + torch.finfo(some.dtype).tiny
-        limit = 1.001 * deviations[:, rows] * deviations[:, columns] + slack
-        sound.append((some.abs() <= limit).all())
+        slack = 1e-6 * deviations.amax(1, keepdim=True).square() + torch.finfo(some.dtype).tiny
+        sound.append((some.abs() <= _products(deviations).mul_(1.001).add_(slack)).all())
     return bool(torch.stack(sound).all())
+
+
+def _products(vectors: Tensor) -> Tensor:
+    """The outer products of vectors with themselves, packed."""
+    size = vectors.shape[1]
+    if vectors.is_cuda:
+        rows, columns = torch.triu_indices(size, size, device=vectors.device)
+        return vectors[:, rows] * vectors[:, columns]
+    return torch.cat([vectors[:, i : i + 1] * vectors[:, i:] for i in range(size)], 1)  # a look-up takes far longer
 
 
 def _places(row: Tensor, column: Tensor, size: int) -> Tensor:
