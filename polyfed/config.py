@@ -73,6 +73,12 @@ class Experiment(BaseModel):
     )
     eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
     min_replies: int = Field(1, ge=1, description="sound replies that a round needs")
+    reply_bound: float | None = Field(
+        100.0, gt=1, description="how many times as large as usual a reply may be; none: as large as it likes"
+    )
+    count_bound: int | None = Field(
+        None, ge=1, description="most samples that a reply may claim; none: as many as the largest client trains on"
+    )
     engine: Literal["auto", "sequential", "threads", "vectorized"] = Field("auto", description="where clients train")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     tf32: bool = Field(

@@ -6,6 +6,7 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from polyfed.engines.batches import batches
 from polyfed.engines.population import Population, state_of
 from polyfed.engines.sgd import sgd
 from polyfed.errors import DivergedError
-from polyfed.message import Message, State
+from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
 from polyfed.methods.network import ClientNetwork
 from polyfed.methods.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
@@ -83,6 +84,7 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
             statistics=collect(population, data, network),
             tracked=next((result.tracked for result in results if result.tracked), None),
         )
+        check_statistics([answer], [client], round)
         message = method.upload(answer).snapshot(method.heavy)
     losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
     return Reply(client, message, losses[0] if losses else float("nan"), flops.of_round(phases, data), tuple(notes))
@@ -127,6 +129,9 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
                 counts += torch.bincount(batch.y, minlength=len(counts))
     check_finite(float(total), client, round, phase.name)
     net.requires_grad_(False)
+    # The last step has no loss after it that would show what it did.
+    if not bool(largest(t for name, t in state_of(net).items() if is_trained(name, t, phase)).isfinite()):
+        raise diverged("weights", client, round, phase.name)
     result.loss = float(total) / visited if visited else float("nan")
     result.tracked = means_from_sums(sums, counts) if sums is not None else None
     return result
@@ -135,10 +140,35 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
 def check_finite(loss: float, client: int, round: int, phase: str) -> None:
     """Raise if training has diverged."""
     if not math.isfinite(loss):
-        raise DivergedError(
-            f"the loss of client {client} is no longer finite in round {round}, phase '{phase}': lower the learning "
-            "rate (--lr) or limit the gradient (--set training.clip=10)."
-        )
+        raise diverged("loss", client, round, phase)
+
+
+def is_trained(name: str, tensor: Tensor, phase: Phase) -> bool:
+    """Whether an entry of a client's state can change in a phase and stop being finite."""
+    return tensor.is_floating_point() and any(name.startswith(f"{module}.") for module in phase.trains)
+
+
+def check_statistics(answers: Sequence[Trained], clients: Sequence[int], round: int) -> None:
+    """Raise if what clients gathered of their samples is not finite, as after weights that are finite but huge."""
+    found = [[own for own in (answer.statistics, answer.tracked) if own is not None] for answer in answers]
+    tensors = [[t for own in each for t in (own.means, own.covariances) if t is not None] for each in found]
+    devices = {tensor.device for own in tensors for tensor in own}
+    if all(bool(largest(t for own in tensors for t in own if t.device == device).isfinite()) for device in devices):
+        return
+    broken = (any(not bool(largest([tensor]).isfinite()) for tensor in own) for own in tensors)
+    raise diverged(
+        "class statistics", next(c for c, is_broken in zip(clients, broken, strict=True) if is_broken), round
+    )
+
+
+def diverged(what: str, client: int, round: int, phase: str | None = None) -> DivergedError:
+    """The error for a client's training that is no longer finite."""
+    verb = "is" if what == "loss" else "are"
+    where = f"round {round}" + (f", phase '{phase}'" if phase else "")
+    return DivergedError(
+        f"the {what} of client {client} {verb} no longer finite in {where}: lower the learning rate (--lr) or limit "
+        "the gradient (--set training.clip=10)."
+    )
 
 
 def prepare(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:

@@ -214,7 +214,10 @@ class VectorizedEngine(LocalEngine):
             ]
             spent = [flops.of_round(begun.phases, people.data[client]) for client in clients]
             notes = [(*begun.notes(), *own_remarks) for own_remarks in remarks]
+            weights = begun.weights()
             losses = begun.losses(visited, round)  # waits for the GPU, so as late as it can be
+            begun.check_weights(weights, round)
+            local.check_statistics(answers, clients, round)
             messages = [method.upload(answer).snapshot(method.heavy) for answer in answers]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last of all: a cohort that has run out of memory is tried again from its old states.

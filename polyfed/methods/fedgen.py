@@ -142,7 +142,7 @@ class FedGen(Method):
             lr=config.server_lr * config.decay ** (server.round - 1),
             random=server.generator("generator"),
         )
-        check_finite(generator_of(server), "generator", server.round, config.server_lr)
+        check_finite(generator_of(server), "generator", server.round, config.server_lr, heads.values())
         server.modules.cpu()
 
     @cached_property

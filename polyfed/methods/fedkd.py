@@ -87,6 +87,9 @@ class FedKD(SharedNetwork):
         super().check(message)
         check_forms(message.tensors, self._like)
 
+    def weighed(self, message: Message) -> State:
+        return restore(message.tensors, self._like)  # two factors of moderate size can have a huge product
+
     @cached_property
     def _like(self) -> State:
         return self.first_state()

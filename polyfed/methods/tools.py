@@ -55,8 +55,13 @@ def module_state(name: str, module: nn.Module) -> State:
 
 
 def same_shapes(state: Mapping[str, Tensor]) -> dict[str, Floats]:
-    """The schema of messages that carry tensors shaped like these."""
-    return {name: Floats(tuple(tensor.shape)) for name, tensor in state.items()}
+    """The schema of messages that carry tensors shaped like these; the variances of batch norm are never negative."""
+    return {name: Floats(tuple(tensor.shape), negative=not is_variance(name)) for name, tensor in state.items()}
+
+
+def is_variance(name: str) -> bool:
+    """Whether an entry of a network's state holds batch norm's running variances."""
+    return name.rpartition(".")[2] == "running_var"
 
 
 def weighted_mean(replies: Sequence[Reply]) -> State:
