@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,8 @@ from polyfed.models import (
     resolve,
     smallest,
 )
+from polyfed.models.frozen import rest_of
+from polyfed.rehearsal import rehearse
 
 PYTHON = "python:"
 """Marks data or networks that were handed over as Python objects, in a run's record."""
@@ -68,9 +70,8 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         minimum=config.min_samples,
     )
     method = chosen(chosen.Config(**config.options), task, config.training)
-    for example in examples.values():
-        method.client_modules(example)  # what does not fit a network should fail now
-    return Population(dataset, shares, owned, method, config.seed, device, own_start=config.start == "client")
+    population = Population(dataset, shares, owned, method, config.seed, device, own_start=config.start == "client")
+    return rehearse(population, examples)
 
 
 def find_device(name: str) -> torch.device:
@@ -91,6 +92,12 @@ def find_device(name: str) -> torch.device:
 
 def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[str, SplitNetwork]) -> None:
     """Raise unless the clients have in common what the method needs; the error names clients and the difference."""
+    alike = len({examples[name].feature_size for name in owned}) == 1
+    head_remedy = (
+        "choose networks whose heads are alike, such as one linear layer with a bias each"
+        if alike
+        else "choose networks with equal heads, or bring them to one number of features (--features 500)"
+    )
     tests: dict[str, tuple[str, Callable[[str], Hashable], str]] = {
         "network": ("the same network", lambda name: name, "give all the same one (--models cnn1)"),
         "features": (
@@ -98,13 +105,14 @@ def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[s
             lambda name: f"{examples[name].feature_size} features",
             "bring them to one number (--features 500)",
         ),
-        "head": (
-            "the same head",
-            lambda name: " and ".join(f"{key} {tuple(t.shape)}" for key, t in examples[name].head.state_dict().items()),
-            "choose networks with equal heads, or bring them to one number of features (--features 500)",
+        "head": ("the same head", lambda name: _head(examples[name]), head_remedy),
+        "frozen": (
+            "the same parameters of the head frozen",
+            lambda name: _names(rest_of(examples[name].head).parameters) + " frozen",
+            "freeze the same ones in all networks (requires_grad)",
         ),
     }
-    for need in method.requires:
+    for need in [*method.requires, *(["frozen"] if "head" in method.requires else [])]:
         what, value_of, remedy = tests[need]
         groups: dict[Hashable, list[int]] = {}
         for client, name in enumerate(owned):
@@ -115,6 +123,21 @@ def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[s
                 f"{method.name} needs {what} in every client, but {_clients(some)} ({owned[some[0]]}) have {first} and "
                 f"{_clients(others)} ({owned[others[0]]}) have {second}; {remedy}."
             )
+
+    first, head = owned[0], examples[owned[0]].head
+    if "head" in method.requires and not any(parameter.requires_grad for parameter in head.parameters()):
+        raise InputError(
+            f"{method.name} shares the head of every client's network, but that of {first} is frozen: leave its "
+            "parameters trainable (requires_grad=True), or take a method that shares something else."
+        )
+
+
+def _head(network: SplitNetwork) -> str:
+    return " and ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in network.head.state_dict().items())
+
+
+def _names(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names)) or "nothing"
 
 
 def _clients(numbers: Sequence[int]) -> str:

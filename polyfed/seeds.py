@@ -7,8 +7,9 @@ resumed run draws what the uninterrupted one would have drawn.
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -46,3 +47,41 @@ def seeded(seed: int, *purpose: str | int) -> Iterator[None]:
     with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, *purpose))
         yield
+
+
+@contextmanager
+def all_seeded(device: torch.device, seed: int, *purpose: str | int) -> Iterator[None]:
+    """Fix the global generators of torch (on the device too), Python and numpy inside the block, and restore them.
+
+    For networks that draw from them in their forward. One thread at a time, as `seeded`.
+    """
+    chosen = derive(seed, *purpose)
+    devices = [device] if device.type == "cuda" else []
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=devices), _others_restored():
+        torch.manual_seed(chosen)
+        random.seed(chosen)
+        np.random.seed(chosen % 2**32)
+        yield
+
+
+@contextmanager
+def watched() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether the block has drawn from a global generator; restores them afterwards."""
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]), _others_restored():
+        before = _global_states()
+        yield lambda: _global_states() != before
+
+
+def _global_states() -> tuple[object, ...]:
+    """The states of torch's (on the CPU), Python's and numpy's global generators, to compare."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+
+
+@contextmanager
+def _others_restored() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -73,6 +74,8 @@ class LocalEngine(Engine):
         self._beginners = Counter(architecture.name for architecture in population.architectures)
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
+        self._notes: list[str] = []
+        """What the engine has noticed and not said yet."""
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device))
 
@@ -112,7 +115,8 @@ class LocalEngine(Engine):
             state = {name: tensor.clone() for name, tensor in state.items()}
             local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
-        return local.evaluate(self.population, client, network)
+        with self.population.global_draws("evaluation", round, client):
+            return local.evaluate(self.population, client, network)
 
     def _first_state(self, client: int) -> State:
         if self.population.own_start:
@@ -142,6 +146,13 @@ class LocalEngine(Engine):
             self._beginners[name] -= 1
             if self._beginners[name] == 0:
                 self._first.pop(name, None)
+
+    def _with_notes(self, replies: list[Reply]) -> list[Reply]:
+        """Attach what the engine noticed to the first reply."""
+        if self._notes and replies:
+            replies[0] = replace(replies[0], notes=(*replies[0].notes, *self._notes))
+            self._notes.clear()
+        return replies
 
     def _measure(self, client: int) -> ClientFlops:
         """Count on tensors without content, which costs nothing; on real ones if the network looks at its data."""

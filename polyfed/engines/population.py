@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from polyfed.message import State
 from polyfed.methods.base import Knowledge, Method, Task, Training
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import Architecture, parameter_count
-from polyfed.seeds import derive, seeded, torch_generator
+from polyfed.seeds import all_seeded, derive, seeded, torch_generator
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Population:
     device: torch.device
     own_start: bool = False
     """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
+    draws: frozenset[str] = frozenset()
+    """Architectures whose networks draw from global generators in their forward."""
     _parameters: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -82,6 +85,12 @@ class Population:
     def device_generator(self, purpose: str, round: int, client: int) -> torch.Generator:
         """The same, for draws that happen on the compute device (dropout)."""
         return torch.Generator(self.device).manual_seed(derive(self.seed, purpose, round, client))
+
+    def global_draws(self, purpose: str, round: int, client: int) -> AbstractContextManager[None]:
+        """Inside, what the client's network draws from global generators is seeded too, one client at a time."""
+        if self.architectures[client].name not in self.draws:
+            return nullcontext()
+        return all_seeded(self.device, self.seed, f"network/{purpose}", round, client)
 
 
 def state_of(network: nn.Module) -> State:

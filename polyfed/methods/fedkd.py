@@ -14,7 +14,7 @@ from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Phase, Reply, 
 from polyfed.methods.compression import check_forms, compress, compressed_schema, restore
 from polyfed.methods.distillation import kl_divergence
 from polyfed.methods.shared_network import SharedNetwork
-from polyfed.methods.tools import cross_entropy, distance, part_of, plain_mean
+from polyfed.methods.tools import cross_entropy, distance, plain_mean
 
 SMALLEST_LOSS = 0.01
 """Distillation is never weighted by more than one over this, however sure both networks are."""
@@ -44,7 +44,7 @@ class FedKD(SharedNetwork):
         return {"shared": shared, "projection": nn.Linear(shared.feature_size, model.feature_size, bias=False)}
 
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
-        return restore(message.tensors, part_of(state, "shared"))
+        return restore(message.tensors, self.sent(state))
 
     def phases(self) -> list[Phase]:
         trains = ("model", "shared", "projection")
@@ -69,7 +69,7 @@ class FedKD(SharedNetwork):
         return own + sureness * for_private, other + sureness * for_shared
 
     def upload(self, client: Trained) -> Message:
-        return Message(compress(part_of(client.state, "shared"), self.energy(client.round)))
+        return Message(compress(self.sent(client.state), self.energy(client.round)))
 
     def energy(self, round: int) -> float:
         """The share of energy that what is factored in a round keeps."""
