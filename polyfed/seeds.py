@@ -39,24 +39,14 @@ def numpy_generator(seed: int, *purpose: str | int) -> np.random.Generator:
 
 
 @contextmanager
-def seeded(seed: int, *purpose: str | int) -> Iterator[None]:
-    """Fix torch's global generator inside the block (network initialisers know no other) and restore it afterwards.
+def seeded(seed: int, *purpose: str | int, device: torch.device | None = None) -> Iterator[None]:
+    """Fix the global generators of torch, Python and numpy inside the block, and restore them afterwards.
 
-    One thread at a time: two that build networks at once would take draws from each other.
-    """
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, *purpose))
-        yield
-
-
-@contextmanager
-def all_seeded(device: torch.device, seed: int, *purpose: str | int) -> Iterator[None]:
-    """Fix the global generators of torch (on the device too), Python and numpy inside the block, and restore them.
-
-    For networks that draw from them in their forward. One thread at a time, as `seeded`.
+    Network initialisers know no others, and some networks draw from them in their forward; `device` is where. One thread
+    at a time: two that build networks at once would take draws from each other.
     """
     chosen = derive(seed, *purpose)
-    devices = [device] if device.type == "cuda" else []
+    devices = [device] if device is not None and device.type == "cuda" else []
     with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=devices), _others_restored():
         torch.manual_seed(chosen)
         random.seed(chosen)

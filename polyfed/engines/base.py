@@ -21,6 +21,7 @@ from polyfed.engines.store import ClientStore
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.methods.network import ClientNetwork
+from polyfed.seeds import watched
 
 
 class Engine(ABC):
@@ -156,10 +157,11 @@ class LocalEngine(Engine):
 
     def _measure(self, client: int) -> ClientFlops:
         """Count on tensors without content, which costs nothing; on real ones if the network looks at its data."""
-        try:
-            return measure(self.population.new_network(client).to("meta"), self.population.method)
-        except (RuntimeError, NotImplementedError):
-            return measure(self.population.new_network(client), self.population.method)
+        with watched():  # a network may draw from a global generator, and the caller's stays as it is
+            try:
+                return measure(self.population.new_network(client).to("meta"), self.population.method)
+            except (RuntimeError, NotImplementedError):
+                return measure(self.population.new_network(client), self.population.method)
 
     def _client_flops(self, client: int) -> ClientFlops:
         name = self.population.architectures[client].name

@@ -15,7 +15,7 @@ from polyfed.message import State
 from polyfed.methods.base import Knowledge, Method, Task, Training
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import Architecture, parameter_count
-from polyfed.seeds import all_seeded, derive, seeded, torch_generator
+from polyfed.seeds import derive, seeded, torch_generator
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Population:
         """Inside, what the client's network draws from global generators is seeded too, one client at a time."""
         if self.architectures[client].name not in self.draws:
             return nullcontext()
-        return all_seeded(self.device, self.seed, f"network/{purpose}", round, client)
+        return seeded(self.seed, f"network/{purpose}", round, client, device=self.device)
 
 
 def state_of(network: nn.Module) -> State:
