@@ -42,8 +42,8 @@ def numpy_generator(seed: int, *purpose: str | int) -> np.random.Generator:
 def seeded(seed: int, *purpose: str | int, device: torch.device | None = None) -> Iterator[None]:
     """Fix the global generators of torch, Python and numpy inside the block, and restore them afterwards.
 
-    Network initialisers know no others, and some networks draw from them in their forward; `device` is where. One thread
-    at a time: two that build networks at once would take draws from each other.
+    Network initialisers know no others, and some networks draw from them in their forward; `device` is where. One
+    thread at a time: two that build networks at once would take draws from each other.
     """
     chosen = derive(seed, *purpose)
     devices = [device] if device is not None and device.type == "cuda" else []
