@@ -25,6 +25,8 @@ from polyfed.methods.statistics import ClassStatistics, class_covariances, class
 from polyfed.models import set_generator
 
 EVALUATION_BATCH = 64
+LARGEST_LOSS = 1e9
+"""A mean loss beyond this has diverged, although it is still a number."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
                 sums = torch.zeros(len(counts), vectors.shape[1], device=device).double() if sums is None else sums
                 sums.index_add_(0, batch.y, vectors.detach().double())
                 counts += torch.bincount(batch.y, minlength=len(counts))
-    check_finite(float(total), client, round, phase.name)
+    check_loss(float(total), visited, client, round, phase.name)
     net.requires_grad_(False)
     result.visited = visited
     result.loss = float(total) / visited if visited else float("nan")
@@ -139,12 +141,13 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     return result
 
 
-def check_finite(loss: float, client: int, round: int, phase: str) -> None:
+def check_loss(total: float, samples: int, client: int, round: int, phase: str) -> None:
     """Raise if training has diverged."""
-    if not math.isfinite(loss):
+    if not abs(total) <= LARGEST_LOSS * max(1, samples):
+        grown = f"has grown to {total / samples:.1e}" if math.isfinite(total) else "is no longer finite"
         raise DivergedError(
-            f"the loss of client {client} is no longer finite in round {round}, phase '{phase}': lower the learning "
-            "rate (--lr) or limit the gradient (--set training.clip=10)."
+            f"the loss of client {client} {grown} in round {round}, phase '{phase}': lower the learning rate (--lr) or "
+            "limit the gradient (--set training.clip=10)."
         )
 
 

@@ -107,9 +107,9 @@ class Linear(nn.Module):
 
 def test_two_features_do_not_run_away(tmp_path: Path) -> None:
     """Clients of one class are soon sure; the mean over two features then pulled each farther with every step."""
-    run = support.federation(tmp_path, "fedkd", models=(Linear,), classes_per_client=1, rounds=12)
+    run = support.federation(tmp_path, "fedkd", models=(Linear,), classes_per_client=1, rounds=12, lr=0.05)
     run.run()
-    assert run.folder.rounds().loss_mean.max() < 20
+    assert run.folder.rounds().loss_mean.max() < 6
 
 
 def test_sure_networks_do_not_divide_by_zero() -> None:
