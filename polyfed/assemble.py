@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
-from polyfed.compute import set_precision
+from polyfed.compute import physical_memory, set_precision
 from polyfed.config import Experiment
 from polyfed.data import Dataset, load_dataset, partition
 from polyfed.engines import Population
@@ -35,6 +35,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     set_precision(device, tf32=config.tf32)
     dataset = data or _named_data(config)
     architectures = _architectures(config, models)
+    _check_size(config, dataset)
     owned = assign(architectures, config.clients, how=config.assignment, seed=config.seed)
     features = config.features or default_features(config.models)
     distinct = {architecture.name: architecture for architecture in owned}
@@ -72,6 +73,25 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     method = chosen(chosen.Config(**config.options), task, config.training)
     population = Population(dataset, shares, owned, method, config.seed, device, own_start=config.start == "client")
     return rehearse(population, examples)
+
+
+def _check_size(config: Experiment, dataset: Dataset) -> None:
+    """Refuse what can't be built on any machine, or not on this one, before it is tried."""
+    if config.clients > len(dataset):
+        raise InputError(
+            f"{config.clients} clients cannot share the {len(dataset)} samples of '{dataset.name}': take 1 to "
+            f"{len(dataset)} clients."
+        )
+    if config.features is None:
+        return
+    # A head's weights, as it is built, as the client's own, and their gradient.
+    needed, there = 3 * 4 * config.features * dataset.classes, physical_memory()
+    if needed > there:
+        most = there // (3 * 4 * dataset.classes)
+        raise InputError(
+            f"features is {config.features}, but heads of so many features for {dataset.classes} classes take "
+            f"{needed / 1e9:.0f} GB, more than this machine has: take fewer (at most {most}; usual are 64 to 2048)."
+        )
 
 
 def find_device(name: str) -> torch.device:
@@ -165,5 +185,6 @@ def _architectures(config: Experiment, models: Models | None) -> list[Architectu
 
 def _auxiliary(config: Experiment, architectures: Sequence[Architecture], dataset: Dataset) -> Architecture:
     if config.auxiliary is not None:
-        return resolve(config.auxiliary)[0]
+        found = resolve(config.auxiliary)[0]
+        return next((own for own in architectures if own.name == found.name), found)  # which knows its head
     return smallest(architectures, dataset.input_shape, dataset.classes)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
+from polyfed.compute import physical_memory
 from polyfed.costs import ClientFlops, measure
 from polyfed.engines import local
 from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench, hollow, state_of
 from polyfed.engines.store import ClientStore
+from polyfed.errors import PolyfedError, RunError, user_place
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.methods.network import ClientNetwork
+from polyfed.models.dryrun import first_line
 from polyfed.seeds import watched
 
 
@@ -101,7 +104,8 @@ class LocalEngine(Engine):
         state = self.store.take(client)
         local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
-        reply = local.train(self.population, client, network, round, self._client_flops(client))
+        with self._explained(f"round {round}", client):
+            reply = local.train(self.population, client, network, round, self._client_flops(client))
         for name, buffer in network.named_buffers():  # one that the network has replaced, not changed in place
             if buffer is not state[name]:
                 state[name].copy_(buffer.detach())
@@ -116,8 +120,24 @@ class LocalEngine(Engine):
             state = {name: tensor.clone() for name, tensor in state.items()}
             local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
-        with self.population.global_draws("evaluation", round, client):
+        with self._explained("the evaluation", client), self.population.global_draws("evaluation", round, client):
             return local.evaluate(self.population, client, network)
+
+    @contextmanager
+    def _explained(self, when: str, client: int) -> Iterator[None]:
+        """An error in the user's own code inside the block becomes one sentence that says where it arose."""
+        try:
+            yield
+        except (PolyfedError, OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            place = user_place(error)
+            if not place:
+                raise
+            name = self.population.architectures[client].name
+            raise RunError(
+                f"in {when}, client {client} ({name}) fails in your own code with: {first_line(error)}{place}."
+            ) from error
 
     def _first_state(self, client: int) -> State:
         if self.population.own_start:
@@ -175,4 +195,4 @@ def default_memory_budget(device: torch.device) -> int:
     """Half of the memory of the machine, or a third of the GPU's, where training needs the rest."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] // 3
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return physical_memory() // 2
