@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from polyfed.engines import Population
 from polyfed.engines.local import batch_norm_trains, prepare
 from polyfed.errors import InputError, PolyfedError, clients_named, user_place
+from polyfed.methods.averaged import Averaged
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import SplitNetwork, set_generator
 from polyfed.models.dryrun import first_line
+from polyfed.models.frozen import rest_of
 from polyfed.seeds import watched
 
 
@@ -30,6 +32,7 @@ def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Popu
     owners: dict[str, list[int]] = {}
     for client, architecture in enumerate(population.architectures):
         owners.setdefault(architecture.name, []).append(client)
+    _check_anything_travels(population)
     drawing = set()
     for name, clients in owners.items():
         model = models[name]
@@ -43,6 +46,22 @@ def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Popu
             if draws():
                 drawing.add(name)
     return replace(population, draws=frozenset(drawing))
+
+
+def _check_anything_travels(population: Population) -> None:
+    method = population.method
+    if not isinstance(method, Averaged):
+        return
+    if not method.first_state():
+        raise InputError(
+            f"{method.name} shares {method.shares}, but all of it is frozen: leave some of its parameters trainable "
+            "(requires_grad=True), or name another network (--set auxiliary=NAME for the small common one)."
+        )
+    if population.own_start and method.module == "model" and rest_of(population.task.new_model()).parameters:
+        raise InputError(
+            f"{method.name} averages networks, but their frozen layers would differ, because every client starts from "
+            "weights of its own: let them start alike (--set start=architecture)."
+        )
 
 
 def _check_anything_trains(network: ClientNetwork, phase: Phase, name: str, clients: list[int]) -> None:

@@ -193,3 +193,15 @@ def test_evaluation_mode_of_a_whole_network_asks_for_nothing() -> None:
     network.body[0].requires_grad_(False)
     network.body[1].requires_grad_(False)
     assert rest_of(network).modules == {"body.0", "body.1"}
+
+
+def test_a_common_network_without_anything_to_send_is_refused() -> None:
+    network = support.Narrow((1, 6, 6), 4).requires_grad_(False)
+    with pytest.raises(InputError, match="fml shares a small common network, but all of it is frozen"):
+        support.population("fml", models=(network,))
+
+
+def test_networks_are_not_averaged_around_frozen_layers_that_differ() -> None:
+    with pytest.raises(InputError, match="their frozen layers would differ, .*start=architecture"):
+        support.population("fedavg", models=(Frozen,), start="client")
+    support.population("fedavg", models=(support.Wide,), start="client")
