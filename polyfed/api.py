@@ -22,6 +22,7 @@ from polyfed.engines import Population, new_engine
 from polyfed.engines.population import state_of
 from polyfed.errors import DivergedError, InputError, RunError
 from polyfed.federation import Federation, Watcher
+from polyfed.methods.base import Method
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.records import Restored, RunFolder
@@ -84,7 +85,7 @@ class Result:
 
 
 def run(
-    method: str | Mapping[str, Any],
+    method: str | type[Method] | Mapping[str, Any],
     *,
     data: str | Dataset = "digits",
     models: Models = "papers",
@@ -94,10 +95,10 @@ def run(
 ) -> Result:
     """Run one experiment and return its result.
 
-    `method` is a name, or a mapping with a name and options. `data` is a name or a `Dataset` (`polyfed.from_arrays`
-    makes one), `models` names, classes, factories or networks. `settings` are the fields of `polyfed.Experiment`,
-    and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or a function that names one when the run
-    begins; without it the folder is temporary and lives as long as the result.
+    `method` is a name, a subclass of `polyfed.Method`, or a mapping with a `name` (either) and options. `data` is a
+    name or a `Dataset` (`polyfed.from_arrays` makes one), `models` names, classes, factories or networks. `settings`
+    are the fields of `polyfed.Experiment`, and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or
+    a function that names one when the run begins; without it the folder is temporary and lives as long as the result.
 
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP

@@ -15,7 +15,7 @@ from polyfed.compute import out_of_memory
 from polyfed.config import Experiment
 from polyfed.engines import Engine, Evaluation, Population
 from polyfed.engines.population import state_of
-from polyfed.errors import InputError, RunError
+from polyfed.errors import InputError, RunError, clients_named
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply, Server
 from polyfed.records import Restored, RunFolder
@@ -190,11 +190,7 @@ class Federation:
         sound = self._sound(number, replies)
         if len(sound) >= self.config.min_replies:
             self.method.aggregate(self.server, sound)
-        notes = [f"client {reply.client}: {note}" for reply in replies for note in reply.notes]
-        for note in notes + self.engine.notes + self.server.notes:
-            self.note(note)
-        self.engine.notes.clear()
-        self.server.notes.clear()
+        self._note_remarks(replies)
         costs = {
             "upload_floats": sum(reply.message.floats for reply in replies),
             "download_floats": sum(message.floats for message in downloads.values()),
@@ -213,6 +209,23 @@ class Federation:
             **costs,
         }
         return row, round(trained - begin, 4)
+
+    def _note_remarks(self, replies: list[Reply]) -> None:
+        """Keep what was remarked on clients, one note for all of whom the same is said, and on the server."""
+        remarks: dict[str, list[int]] = {}
+        for reply in replies:
+            for note in reply.notes:
+                remarks.setdefault(note, []).append(reply.client)
+        for note, clients in remarks.items():
+            self.note(f"{clients_named(clients)}: {note}", show=False, clients=clients)
+            unheard = [client for client in clients if f"client {client}: {note}" not in self._shown]
+            self._shown.update(f"client {client}: {note}" for client in unheard)
+            if unheard:
+                self.watcher.on_note(f"{clients_named(unheard)}: {note}")
+        for note in self.engine.notes + self.server.notes:
+            self.note(note)
+        self.engine.notes.clear()
+        self.server.notes.clear()
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; every other is noted with its reason."""
@@ -256,11 +269,11 @@ class Federation:
             return number % self.config.checkpoint_every == 0
         return time.perf_counter() - self._last_checkpoint > max(1.0, self._checkpoint_seconds / CHECKPOINT_SHARE)
 
-    def note(self, note: str, **details: Any) -> None:
+    def note(self, note: str, *, show: bool = True, **details: Any) -> None:
         """Keep a remark as an event of the run, and show it if it has not been shown yet."""
         with suppress(OSError):  # a remark about a full disk may not fit on it
             self.folder.add_event("note", round=self.server.round, note=note, **details)
-        if note not in self._shown:
+        if show and note not in self._shown:
             self._shown.add(note)
             self.watcher.on_note(note)
 

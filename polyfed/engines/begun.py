@@ -79,8 +79,8 @@ class Begun:
         losses = []
         for phase, step, counts in zip(self.phases, self.steps, visited, strict=True):
             samples, totals = counts.sum(1).tolist(), step.total.tolist()[: len(self.clients)]
-            for client, total in zip(self.clients, totals, strict=True):
-                local.check_finite(total, client, round, phase.name)
+            for client, total, seen in zip(self.clients, totals, samples, strict=True):
+                local.check_loss(total, seen, client, round, phase.name)
             if "model" in phase.trains:
                 losses.append([t / n if n else float("nan") for t, n in zip(totals, samples, strict=True)])
         return losses[0] if losses else [float("nan")] * len(self.clients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,6 +33,8 @@ class Population:
     """By architecture, what its network looks like: a hash of its state's names, shapes and types."""
     own_start: bool = False
     """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
+    draws: frozenset[str] = frozenset()
+    """Architectures whose networks draw from global generators in their forward."""
     _parameters: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -84,6 +87,12 @@ class Population:
     def device_generator(self, purpose: str, round: int, client: int) -> torch.Generator:
         """The same, for draws that happen on the compute device (dropout)."""
         return torch.Generator(self.device).manual_seed(derive(self.seed, purpose, round, client))
+
+    def global_draws(self, purpose: str, round: int, client: int) -> AbstractContextManager[None]:
+        """Inside, what the client's network draws from global generators is seeded too, one client at a time."""
+        if self.architectures[client].name not in self.draws:
+            return nullcontext()
+        return seeded(self.seed, f"network/{purpose}", round, client, device=self.device)
 
 
 def state_of(network: nn.Module) -> State:

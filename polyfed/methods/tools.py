@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.message import Counts, Floats, Labels, Message, Schema, State
+from polyfed.models.frozen import rest_of
 
 if TYPE_CHECKING:
     from polyfed.methods.base import Reply
@@ -49,9 +50,14 @@ def part_of(state: Mapping[str, Tensor], module: str) -> State:
 
 
 def module_state(name: str, module: nn.Module) -> State:
-    """A module's float tensors, named as in a client's flat state: tied weights once, under their first name."""
+    """A module's float tensors, named as in a client's flat state: tied weights once, under their first name.
+
+    What is frozen in it is left out: nobody changes it, so nobody sends it.
+    """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return part_of({f"{name}.{key}": tensor.detach().clone() for key, tensor in tensors.items()}, name)
+    resting = rest_of(module).tensors
+    moving = {key: tensor for key, tensor in tensors.items() if key not in resting}
+    return part_of({f"{name}.{key}": tensor.detach().clone() for key, tensor in moving.items()}, name)
 
 
 def same_shapes(state: Mapping[str, Tensor]) -> dict[str, Floats]:
