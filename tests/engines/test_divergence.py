@@ -30,10 +30,12 @@ def test_the_very_last_step_is_checked_too(tmp_path: Path, engine: Any, breaks: 
     """
     federation = support.federation(tmp_path, "standalone", engine=engine, **ONE_STEP)
     method = federation.population.method
-    lr = {name: 1e38 if name == breaks else 0.1 for name in ("first", "second")}
+    parts = {"first": "model.extractor", "second": "model.head"}
     phases = [
-        Phase("first", trains=("model.extractor",), loss=steep_loss, epochs=1, lr=lr["first"]),
-        Phase("second", trains=("model.head",), loss=steep_loss, epochs=1, lr=lr["second"]),
+        Phase(name, trains=(part,), loss=steep_loss, epochs=1, lr=1e38)
+        if name == breaks
+        else Phase(name, trains=(part,), loss=method.loss, epochs=1)
+        for name, part in parts.items()
     ]
     method.phases = lambda: phases  # type: ignore[method-assign]
     phase = "(first|second)" if engine is VectorizedEngine and breaks == "first" else breaks
