@@ -108,7 +108,7 @@ def polyfed_round(method: str, engine: str, folder: Path) -> tuple[Callable[[], 
     """A whole round of polyfed with its records, and what was measured inside the last one."""
     config, clients = setting(method, engine)
     runner = new_engine(engine, clients)
-    federation = Federation(config, clients, runner, RunFolder.create(folder, config))
+    federation = Federation(config, clients.method, runner, RunFolder.create(folder, config))
     timer = BatchTimer(runner.population.dataset)  # type: ignore[attr-defined]
     object.__setattr__(runner.population.dataset, "batch", timer)  # type: ignore[attr-defined]
     inside = {"train": 0.0, "round": 0.0, "data": 0.0}
@@ -201,10 +201,10 @@ def three_rounds(kind: str, images: int, models: Models | None = None) -> int:
             one_round()
     else:
         with tempfile.TemporaryDirectory() as folder, closing(new_engine("threads", clients)) as runner:
-            federation = Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config))
+            federation = Federation(config, clients.method, runner, RunFolder.create(Path(folder) / "run", config))
             for number in (1, 2, 3):
                 federation.round(number)
-    return clients.dataset.images.numel() + 4 * sum(clients.parameters(client) for client in range(CLIENTS))
+    return clients.dataset.images.numel() + 4 * sum(clients.profile(client).parameters for client in range(CLIENTS))
 
 
 class Highest:

@@ -58,7 +58,7 @@ def main() -> None:
     people = assemble(config, samples(options.clients, options.per_client), [Small])
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         run = RunFolder.create(Path(folder) / "run", config)
-        federation = Federation(config, people, new_engine("auto", people), run)
+        federation = Federation(config, people.method, new_engine("auto", people), run)
         times: dict[str, list[float]] = {"round": [], "checkpoint": []}
         for number in (1, 2):
             for name, work in (("round", lambda n=number: federation.round(n)), ("checkpoint", federation.checkpoint)):
@@ -74,7 +74,7 @@ def main() -> None:
         one = time.perf_counter() - begin
         federation.engine.close()
     round_time, checkpoint_time = min(times["round"]), min(times["checkpoint"])
-    parameters = people.parameters(0)
+    parameters = people.profile(0).parameters
     print(f"{options.clients} clients with {parameters} parameters each, all taking part:")
     print(f"  a round {round_time:.2f} s, a checkpoint {checkpoint_time:.2f} s ({checkpoint_time / round_time:.0%})")
     print(f"  the end of the run {end:.2f} s, reading one client's model {1000 * one:.1f} ms")

@@ -195,7 +195,7 @@ def _go(
         budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
         engine = new_engine(config.engine, population, workers=config.workers, memory_budget=budget)
         try:
-            federation = Federation(config, population, engine, folder, watcher)
+            federation = Federation(config, population.method, engine, folder, watcher, device=population.device)
             if saved is not None:
                 federation.restore(saved)
             _record_start(federation, machine_name(population.device), before)

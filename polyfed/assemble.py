@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from polyfed.models import (
     smallest,
 )
 from polyfed.models.factories import FromInstance
-from polyfed.models.frozen import rest_of
+from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
 
 PYTHON = "python:"
@@ -39,9 +39,9 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     dataset = data or _named_data(config)
     architectures = _architectures(config, models)
     _check_size(config, dataset)
-    owned = assign(architectures, config.clients, how=config.assignment, seed=config.seed)
+    owned = dict(enumerate(assign(architectures, config.clients, how=config.assignment, seed=config.seed)))
     features = config.features or default_features(config.models)
-    distinct = {architecture.name: architecture for architecture in owned}
+    distinct = {architecture.name: architecture for architecture in owned.values()}
     examples = {
         name: architecture.build(dataset.input_shape, dataset.classes, features, config.match_features)
         for name, architecture in distinct.items()
@@ -51,7 +51,9 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
             f"training.augment needs images, but samples of '{dataset.name}' have shape {dataset.input_shape}."
         )
     chosen = find_method(str(config.method["name"]))
-    check_common(chosen, [architecture.name for architecture in owned], examples)
+    profiles = {name: network_profile(name, example) for name, example in examples.items()}
+    check_common(chosen, {client: profiles[architecture.name] for client, architecture in owned.items()})
+    _check_head_trains(chosen, owned[0].name, examples[owned[0].name])
     task = Task(
         input_shape=dataset.input_shape,
         classes=dataset.classes,
@@ -74,10 +76,11 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         minimum=config.min_samples,
     )
     method = chosen(chosen.Config(**config.options), task, config.training)
-    networks = {name: _look(distinct[name], example) for name, example in examples.items()}
+    looks = {name: _look(distinct[name], example) for name, example in examples.items()}
     population = Population(
-        dataset, shares, owned, method, config.seed, device, networks, own_start=config.start == "client"
-    )
+        dataset, dict(enumerate(shares)), owned, method, config.seed, device, profiles, looks,
+        own_start=config.start == "client",
+    )  # fmt: skip
     return rehearse(population, examples)
 
 
@@ -85,14 +88,14 @@ def facts(population: Population) -> dict[str, str]:
     """What a run begins with beside its settings, in words: data, partition, networks."""
     dataset = population.dataset
     dealt = hashlib.blake2b(digest_size=8)
-    for own in population.data:
+    for own in population.data.values():
         for part in (own.train, own.validation, own.test):
             dealt.update(len(part).to_bytes(8, "little") + part.numpy().tobytes())
     data = _hash({"images": dataset.images, "labels": dataset.labels}, values=True)
     return {
         "the data": f"{len(dataset)} samples of shape {dataset.input_shape} in {dataset.classes} classes (hash {data})",
         "the partition": f"one with hash {dealt.hexdigest()}",
-        **{f"the network {name}": f"one with hash {look}" for name, look in population.networks.items()},
+        **{f"the network {name}": f"one with hash {look}" for name, look in population.looks.items()},
     }
 
 
@@ -129,6 +132,14 @@ def _check_size(config: Experiment, dataset: Dataset) -> None:
         )
 
 
+def _check_head_trains(method: type[Method], name: str, network: SplitNetwork) -> None:
+    if "head" in method.requires and not any(parameter.requires_grad for parameter in network.head.parameters()):
+        raise InputError(
+            f"{method.name} shares the head of every client's network, but that of {name} is frozen: leave its "
+            "parameters trainable (requires_grad=True), or take a method that shares something else."
+        )
+
+
 def find_device(name: str) -> torch.device:
     """The compute device of that name; `auto` is a GPU if there is one."""
     if name == "auto":
@@ -143,61 +154,6 @@ def find_device(name: str) -> torch.device:
             f"device is '{name}', which this machine does not have; use cpu, or leave it on auto."
         ) from error
     return device
-
-
-def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[str, SplitNetwork]) -> None:
-    """Raise unless the clients have in common what the method needs; the error names clients and the difference."""
-    alike = len({examples[name].feature_size for name in owned}) == 1
-    head_remedy = (
-        "choose networks whose heads are alike, such as one linear layer with a bias each"
-        if alike
-        else "choose networks with equal heads, or bring them to one number of features (--features 500)"
-    )
-    tests: dict[str, tuple[str, Callable[[str], Hashable], str]] = {
-        "network": ("the same network", lambda name: name, "give all the same one (--models cnn1)"),
-        "features": (
-            "the same number of features",
-            lambda name: f"{examples[name].feature_size} features",
-            "bring them to one number (--features 500)",
-        ),
-        "head": ("the same head", lambda name: _head(examples[name]), head_remedy),
-        "frozen": (
-            "the same parameters of the head frozen",
-            lambda name: _names(rest_of(examples[name].head).parameters) + " frozen",
-            "freeze the same ones in all networks (requires_grad)",
-        ),
-    }
-    for need in [*method.requires, *(["frozen"] if "head" in method.requires else [])]:
-        what, value_of, remedy = tests[need]
-        groups: dict[Hashable, list[int]] = {}
-        for client, name in enumerate(owned):
-            groups.setdefault(value_of(name), []).append(client)
-        if len(groups) > 1:
-            (first, some), (second, others) = list(groups.items())[:2]
-            raise InputError(
-                f"{method.name} needs {what} in every client, but {_clients(some)} ({owned[some[0]]}) have {first} and "
-                f"{_clients(others)} ({owned[others[0]]}) have {second}; {remedy}."
-            )
-
-    first, head = owned[0], examples[owned[0]].head
-    if "head" in method.requires and not any(parameter.requires_grad for parameter in head.parameters()):
-        raise InputError(
-            f"{method.name} shares the head of every client's network, but that of {first} is frozen: leave its "
-            "parameters trainable (requires_grad=True), or take a method that shares something else."
-        )
-
-
-def _head(network: SplitNetwork) -> str:
-    return " and ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in network.head.state_dict().items())
-
-
-def _names(names: Iterable[str]) -> str:
-    return " and ".join(sorted(names)) or "nothing"
-
-
-def _clients(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:3])
-    return f"clients {shown}{', …' if len(numbers) > 3 else ''}"
 
 
 def _named_data(config: Experiment) -> Dataset:

@@ -97,7 +97,7 @@ def setting(case: Case, engine: str, device: str) -> tuple[Experiment, Populatio
     clients = assemble(config, noise(min(case.clients, 100) * IMAGES))
     blocks = torch.arange(len(clients.dataset)).split(IMAGES)
     none = torch.empty(0, dtype=torch.int64)
-    data = [ClientData(blocks[client % len(blocks)], none, none) for client in range(case.clients)]
+    data = {client: ClientData(blocks[client % len(blocks)], none, none) for client in range(case.clients)}
     return config, replace(clients, data=data)
 
 
@@ -133,7 +133,7 @@ def federation(case: Case, engine: str, device: str) -> Iterator[tuple[Federatio
     runner = new_engine(engine, clients)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            yield Federation(config, clients, runner, RunFolder.create(Path(folder) / "run", config)), runner
+            yield Federation(config, clients.method, runner, RunFolder.create(Path(folder) / "run", config)), runner
         finally:
             runner.close()
 

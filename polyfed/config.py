@@ -144,7 +144,7 @@ class Experiment(BaseModel):
     @property
     def participants(self) -> int:
         """How many clients take part in a round: at least one."""
-        return max(1, math.floor(self.participation * self.clients + 1e-9))
+        return share_of(self.clients, self.participation)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -156,6 +156,11 @@ class Experiment(BaseModel):
         versions = {name: version(name) for name in ("polyfed", "torch", "torchvision", "numpy")}
         content = {**self.model_dump(mode="json"), "versions": {"python": platform.python_version(), **versions}}
         return yaml.safe_dump(content, sort_keys=False)
+
+
+def share_of(clients: int, participation: float) -> int:
+    """How many of so many clients take part: at least one."""
+    return max(1, math.floor(participation * clients + 1e-9))
 
 
 def experiment(**values: Any) -> Experiment:

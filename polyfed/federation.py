@@ -12,15 +12,17 @@ from typing import Any
 import torch
 
 from polyfed.compute import out_of_memory
-from polyfed.config import Experiment
-from polyfed.engines import Engine, Evaluation, Population
-from polyfed.engines.population import state_of
-from polyfed.errors import InputError, RunError, clients_named
+from polyfed.config import Experiment, share_of
+from polyfed.engines.base import Engine
+from polyfed.errors import RunError, clients_named
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
-from polyfed.methods.base import Reply, Server
+from polyfed.methods.base import Method, Reply, Server
+from polyfed.profile import check_common, samples_known
 from polyfed.records import Restored, RunFolder
-from polyfed.replies import Door
-from polyfed.scores import Best, Part, Progress, summarise
+from polyfed.records.states import misfit
+from polyfed.replies import MOST_SAMPLES, Door
+from polyfed.scores import ACCURACIES, Best, Part, Progress, summarise
 from polyfed.seeds import numpy_generator
 
 CHECKPOINT_SHARE = 0.03
@@ -56,22 +58,25 @@ class Federation:
     def __init__(
         self,
         config: Experiment,
-        population: Population,
+        method: Method,
         engine: Engine,
         folder: RunFolder,
         watcher: Watcher | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         self.config = config
-        self.population = population
-        self.method = population.method
+        self.method = method
         self.engine = engine
         self.folder = folder
         self.watcher = watcher or Watcher()
         self.watcher.folder = folder.path
         self.progress = Progress()
-        self.server = Server(config.seed, population.device)
+        self.profiles = engine.join()
+        check_common(type(method), self.profiles)
+        self.server = Server(config.seed, device or torch.device("cpu"))
         self.method.start(self.server)
-        most_samples = config.count_bound or max(len(data.train) for data in population.data)
+        most_samples = config.count_bound or samples_known(self.profiles.values()) or MOST_SAMPLES
         self.door = Door(self.method, config.reply_bound, most_samples)
         self._shown: set[str] = set()
         self._checkpoint_seconds = 0.0
@@ -84,26 +89,10 @@ class Federation:
         try:
             self.server.modules.load_state_dict({name.removeprefix("modules."): t for name, t in modules.items()})
         except RuntimeError as error:
-            raise self._misfit("the server") from error
+            raise misfit("the server") from error
         self.server.state = {n.removeprefix("state."): t for n, t in saved.server.items() if n not in modules}
         self.progress = Progress.from_dict(saved.progress)
-        expected: dict[str, dict[str, torch.Size]] = {}
-        for client, state in saved.clients.items():
-            if client >= len(self.population.data):
-                raise self._misfit(f"client {client}")
-            name = self.population.architectures[client].name
-            if name not in expected:
-                expected[name] = _shapes(state_of(self.population.new_network(client)))
-            if _shapes(state) != expected[name]:
-                raise self._misfit(f"client {client}")
-            self.engine.set_state(client, state)
-        self.engine.mark_saved()
-
-    def _misfit(self, whose: str) -> InputError:
-        return InputError(
-            f"the checkpoint's state of {whose} does not fit the run's networks and method: resume with the settings "
-            "that the run had, or start a new one."
-        )
+        self.engine.restore(saved.round, saved.clients)
 
     def run(self) -> dict[str, Any]:
         """Run all rounds that are left and return the summary."""
@@ -124,14 +113,7 @@ class Federation:
         """Write a checkpoint of the last finished round."""
         begin = time.perf_counter()
         try:
-            self.folder.save(
-                self.server.round,
-                self._server_state(),
-                self.progress.to_dict(),
-                self.engine.changed_clients(),
-                self.engine.get_state,
-            )
-            self.engine.mark_saved()
+            self.folder.save(self.server.round, self._server_state(), self.progress.to_dict(), self.engine.states)
         except (OSError, MemoryError, RuntimeError) as error:
             # A full disk or a lack of memory must not end a run: the checkpoint before is still there.
             if not isinstance(error, OSError) and not out_of_memory(error):
@@ -147,22 +129,24 @@ class Federation:
         return state | {f"modules.{name}": tensor for name, tensor in self.server.modules.state_dict().items()}
 
     def participants(self, round: int) -> list[int]:
-        """The clients that take part in a round."""
-        if self.config.participants == self.config.clients:
-            return list(range(self.config.clients))
+        """The clients that take part in a round: so many of those that can be asked."""
+        there = sorted(self.engine.available())
+        count = share_of(len(there), self.config.participation)
+        if count == len(there):
+            return there
         draw = numpy_generator(self.config.seed, "participants", round)
-        return sorted(draw.choice(self.config.clients, self.config.participants, replace=False).tolist())
+        return [there[place] for place in sorted(draw.choice(len(there), count, replace=False).tolist())]
 
     def download(self, client: int) -> Message:
         """What the client receives next."""
-        classes = self.population.knowledge(client, self.server.round).classes
-        return self.method.download(self.server, client, classes if self.method.announces_classes else None)
+        classes = self.profiles[client].classes if self.method.announces_classes else None
+        return self.method.download(self.server, client, None if classes is None else torch.tensor(classes))
 
     def round(self, number: int) -> None:
         """One round, from the choice of participants to its records."""
         with self.door.naming_causes(self.progress.sizes):
             row, training_seconds = self._train_and_fuse(number)
-        if number % self.config.eval_every == 0 or number == self.config.rounds:
+        if self._evaluates(number):
             row |= self._evaluate(number)
             self.folder.add_round(row)
         self.folder.add_event("round", **row, training_seconds=training_seconds)
@@ -184,9 +168,12 @@ class Federation:
         self.server.round = number
         participants = self.participants(number)
         downloads = {client: self.download(client) for client in participants}
-        replies = self.engine.train(number, downloads, lambda client: self.watcher.on_client(number, client))
+        replies = self.engine.train(
+            number, downloads, lambda client: self.watcher.on_client(number, client), score=self._scores_after(number)
+        )
         trained = time.perf_counter()
         self.progress.stale |= set(participants)
+        self._keep_scores(number, {r.client: r.evaluation for r in replies if r.evaluation is not None})
         sound = self._sound(number, replies)
         if len(sound) >= self.config.min_replies:
             self.method.aggregate(self.server, sound)
@@ -234,24 +221,35 @@ class Federation:
             self.note(f"round {number} goes on without client {client}: {reason}", client=client)
         return sound
 
+    def _evaluates(self, number: int) -> bool:
+        return number % self.config.eval_every == 0 or number == self.config.rounds
+
+    def _scores_after(self, number: int) -> bool:
+        """Whether a participant is to be scored as it is after this round's training."""
+        return self._evaluates(number) and self.config.evaluate == "after-training"
+
     def _evaluate(self, number: int) -> dict[str, float]:
-        """Score all clients; a client that has not changed keeps its last score."""
+        """Score all clients that can be asked; one that has not changed, or is away, keeps its last score."""
+        there = sorted(self.engine.available())
         if self.config.evaluate == "after-download":
-            clients = range(self.config.clients)
-            fresh = self.engine.evaluate(clients, number + 1, {client: self.download(client) for client in clients})
+            fresh = self.engine.evaluate(there, number + 1, {client: self.download(client) for client in there})
         else:
-            unknown = set(range(self.config.clients)) - set(self.progress.latest)
-            fresh = self.engine.evaluate(self.progress.stale | unknown, number)
-        self.progress.stale.clear()
+            unknown = set(there) - set(self.progress.latest)
+            fresh = self.engine.evaluate((self.progress.stale & set(there)) | unknown, number)
+        self._keep_scores(number, fresh)
+        return self._record_evaluation(number, dict(sorted(self.progress.latest.items())))
+
+    def _keep_scores(self, number: int, fresh: Mapping[int, Evaluation]) -> None:
+        self.progress.stale -= set(fresh)
         self.progress.latest |= fresh
-        latest = {client: self.progress.latest[client] for client in range(self.config.clients)}
         for client, score in fresh.items():  # a score that did not change is neither better nor worse
             best = self.progress.clients.setdefault(client, Best())
             best.add(number, score.accuracy(), score.validation_accuracy())
-        return self._record_evaluation(number, latest)
 
     def _record_evaluation(self, number: int, latest: Mapping[int, Evaluation]) -> dict[str, float]:
-        rules = list(latest[0].test_correct)
+        if not latest:
+            return dict.fromkeys(ACCURACIES, math.nan)
+        rules = list(next(iter(latest.values())).test_correct)
         parts: tuple[Part, ...] = ("test", "validation")
         table = {(part, rule): summarise(latest, part, rule) for part in parts for rule in rules}
         self.folder.add_evaluations(
@@ -279,17 +277,17 @@ class Federation:
 
     def _finish(self) -> dict[str, Any]:
         rows = []
-        for client, data in enumerate(self.population.data):
-            best = self.progress.clients[client]
+        for client, profile in self.profiles.items():
+            best = self.progress.clients.get(client, Best())
             rows.append(
                 {
                     "client": client,
-                    "architecture": self.population.architectures[client].name,
-                    "parameters": self.population.parameters(client),
-                    "train_samples": len(data.train),
-                    "validation_samples": len(data.validation),
-                    "test_samples": len(data.test),
-                    "classes": int((self.population.counts[client] > 0).sum()),
+                    "architecture": profile.network,
+                    "parameters": profile.parameters,
+                    "train_samples": profile.train_samples,
+                    "validation_samples": profile.validation_samples,
+                    "test_samples": profile.test_samples,
+                    "classes": None if profile.classes is None else len(profile.classes),
                     "accuracy_final": best.final,
                     "accuracy_at_best_validation": best.at_best_validation,
                     "accuracy_best": best.best,
@@ -307,10 +305,6 @@ class Federation:
             **self.progress.totals,
         }
         self.folder.finish(
-            self.server.round, self._server_state(), self.progress.to_dict(), rows, self.engine.get_state, summary
+            self.server.round, self._server_state(), self.progress.to_dict(), rows, self.engine.states, summary
         )
         return summary
-
-
-def _shapes(state: State) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state.items()}

@@ -30,7 +30,7 @@ def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Popu
     `models` has a network of each architecture, which this spends. Raises an `InputError` for what can't be trained.
     """
     owners: dict[str, list[int]] = {}
-    for client, architecture in enumerate(population.architectures):
+    for client, architecture in population.architectures.items():
         owners.setdefault(architecture.name, []).append(client)
     _check_anything_travels(population)
     drawing = set()

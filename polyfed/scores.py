@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from polyfed.engines import Evaluation
+from polyfed.evaluation import Evaluation
 from polyfed.replies import Sizes
 
 Part = Literal["test", "validation"]
+ACCURACIES = ("accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile")
 
 
 def summarise(scores: Mapping[int, Evaluation], part: Part, rule: str) -> dict[str, float]:
@@ -24,8 +25,7 @@ def summarise(scores: Mapping[int, Evaluation], part: Part, rule: str) -> dict[s
     correct = np.array([getattr(score, f"{part}_correct")[rule] for score in scores.values()])
     present = samples > 0
     if not present.any():
-        names = ("accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile")
-        return dict.fromkeys(names, math.nan)
+        return dict.fromkeys(ACCURACIES, math.nan)
     accuracies = np.sort(correct[present] / samples[present])
     return {
         "accuracy_mean": float(accuracies.mean()),

@@ -114,7 +114,7 @@ def federation(
     dataset = settings.pop("dataset", None) or tiny_dataset()
     config = experiment(**{**DEFAULTS, **settings, "method": method, "data": "python:tiny", "models": "python:tiny"})
     clients = assemble(config, dataset, list(models))
-    return Federation(config, clients, engine(clients), RunFolder.create(tmp_path / "run", config))
+    return Federation(config, clients.method, engine(clients), RunFolder.create(tmp_path / "run", config))
 
 
 def traffic(tmp_path: Any, method: str | dict[str, Any], classes: int, models: str = "cnn5") -> tuple[float, float]:
@@ -133,7 +133,8 @@ def traffic(tmp_path: Any, method: str | dict[str, Any], classes: int, models: s
         eval_every=2, split="6:2:2", device="cpu",
     )  # fmt: skip
     people = assemble(config, dataset)
-    run = Federation(config, people, SequentialEngine(people), RunFolder.create(tmp_path / f"traffic{classes}", config))
+    folder = RunFolder.create(tmp_path / f"traffic{classes}", config)
+    run = Federation(config, people.method, SequentialEngine(people), folder)
     run.run()
     last = run.folder.rounds().iloc[-1]
     return last.upload_floats / clients, last.download_floats / clients

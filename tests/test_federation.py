@@ -227,7 +227,7 @@ def test_a_batch_of_one_is_left_out_where_batch_norm_can_not_take_it(tmp_path: P
     settings: dict[str, Any] = {"models": (support.Normed,), "partition": "iid", "batch_size": 23}
     federation = support.federation(tmp_path, "standalone", clients=4, **settings)
     federation.watcher = Listening()
-    assert [len(own.train) for own in federation.population.data] == [24] * 4
+    assert [len(own.train) for own in federation.engine.population.data.values()] == [24] * 4
     federation.run()
     words = "phase 'model': a last batch of one sample was left out because of batch norm"
     assert shown == [f"clients 0, 1, 2 and 3: {words}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def only(self, samples: Tensor) -> Dataset:
+        """The same source with only these samples, in this order."""
+        return replace(self, images=self.images[samples], labels=self.labels[samples], official_test=0)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -98,6 +102,11 @@ class ClientData:
 
     def __len__(self) -> int:
         return len(self.train) + len(self.validation) + len(self.test)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Training, validation and test samples."""
+        return self.train, self.validation, self.test
 
 
 def _check_images(dataset: Dataset) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -16,14 +16,16 @@ import torch
 from polyfed.compute import physical_memory
 from polyfed.costs import ClientFlops, measure
 from polyfed.engines import local
-from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench, hollow, state_of
 from polyfed.engines.store import ClientStore
 from polyfed.errors import PolyfedError, RunError, user_place
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.methods.network import ClientNetwork
 from polyfed.models.dryrun import first_line
+from polyfed.profile import Profile
+from polyfed.records.states import States, misfit
 from polyfed.seeds import watched
 
 
@@ -36,34 +38,44 @@ class Engine(ABC):
 
     @abstractmethod
     def train(
-        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+        self,
+        round: int,
+        downloads: Mapping[int, Message],
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        score: bool = False,
     ) -> list[Reply]:
         """Each of these clients receives its download, trains and answers; replies in the order of client numbers.
 
-        `done` is called as each client finishes. A client that can't answer gives a reply with its `failure`.
+        `done` is called as each client finishes. A client that can't answer gives a reply with its `failure`. With
+        `score` a reply may carry the client's `evaluation`, where that saves a message.
         """
 
     @abstractmethod
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
     ) -> dict[int, Evaluation]:
-        """Score these clients; with `downloads` as if each had just received its, without keeping it."""
+        """Score these clients; with `downloads` as if each had just received its, without keeping it.
+
+        Clients that can't be asked are missing in the answer.
+        """
 
     @abstractmethod
-    def changed_clients(self) -> set[int]:
-        """Clients whose state changed since `mark_saved`."""
+    def join(self) -> Mapping[int, Profile]:
+        """What is known of each client; called once, before the first round."""
 
     @abstractmethod
-    def mark_saved(self) -> None:
-        """All states are in a checkpoint now."""
+    def available(self) -> Collection[int]:
+        """The clients that can be asked now; in a simulation all."""
+
+    @property
+    def states(self) -> States | None:
+        """The clients' states, to be kept in checkpoints; None where clients keep their own."""
+        return None
 
     @abstractmethod
-    def get_state(self, client: int) -> State:
-        """A client's state, to be written into a checkpoint or handed to its owner; further training changes it."""
-
-    @abstractmethod
-    def set_state(self, client: int, state: State) -> None:
-        """Put a state back from a checkpoint."""
+    def restore(self, round: int, states: Mapping[int, State]) -> None:
+        """Go on after that round with these states, which a checkpoint had kept."""
 
     @abstractmethod
     def close(self) -> None:
@@ -78,13 +90,35 @@ class LocalEngine(Engine):
         self.notes = []
         self._first: dict[str, State] = {}
         self._networks: dict[str, ClientNetwork] = {}
-        self._beginners = Counter(architecture.name for architecture in population.architectures)
+        self._beginners = Counter(architecture.name for architecture in population.architectures.values())
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
         self._notes: list[str] = []
         """What the engine has noticed and not said yet."""
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device), self.notes.append)
+
+    def join(self) -> Mapping[int, Profile]:
+        return {client: self.population.profile(client) for client in self.population.clients}
+
+    def available(self) -> Collection[int]:
+        return self.population.clients
+
+    @property
+    def states(self) -> States:
+        return self
+
+    def restore(self, round: int, states: Mapping[int, State]) -> None:
+        expected: dict[str, dict[str, torch.Size]] = {}
+        for client, state in states.items():
+            known = client in self.population.data
+            name = self.population.architectures[client].name if known else ""
+            if known and name not in expected:
+                expected[name] = _shapes(state_of(self.population.new_network(client)))
+            if not known or _shapes(state) != expected[name]:
+                raise misfit(f"client {client}")
+            self.set_state(client, state)
+        self.mark_saved()
 
     def changed_clients(self) -> set[int]:
         return set(self.store.changed)
@@ -96,6 +130,7 @@ class LocalEngine(Engine):
         return self.store.get(client)
 
     def set_state(self, client: int, state: State) -> None:
+        """Put a state back."""
         own = {name: tensor.to(self.population.device, copy=True) for name, tensor in state.items()}
         self.store.put(client, own)
 
@@ -192,6 +227,10 @@ class LocalEngine(Engine):
             if name not in self._flops:
                 self._flops[name] = self._measure(client)
             return self._flops[name]
+
+
+def _shapes(state: State) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def default_memory_budget(device: torch.device) -> int:

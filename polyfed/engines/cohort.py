@@ -22,8 +22,9 @@ from polyfed.compute import precision
 from polyfed.data import Dataset
 from polyfed.engines.batches import augment
 from polyfed.engines.layers import StackedLayers
-from polyfed.engines.local import Evaluation, batch_norm_trains, prepare
+from polyfed.engines.local import batch_norm_trains, prepare
 from polyfed.engines.population import Population
+from polyfed.evaluation import Evaluation
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.network import ClientNetwork

@@ -19,6 +19,7 @@ from polyfed.engines.batches import batches
 from polyfed.engines.population import Population, state_of
 from polyfed.engines.sgd import sgd
 from polyfed.errors import DivergedError
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
 from polyfed.methods.network import ClientNetwork
@@ -28,28 +29,6 @@ from polyfed.models import set_generator
 EVALUATION_BATCH = 64
 LARGEST_LOSS = 1e9
 """A mean loss beyond this has diverged, although it is still a number."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How many of a client's samples are predicted rightly, by each way to predict that the method has."""
-
-    test: int
-    validation: int
-    test_correct: dict[str, int]
-    validation_correct: dict[str, int]
-
-    def accuracy(self, rule: str | None = None) -> float:
-        """Test accuracy, by default of the method's own rule; NaN for a client without test samples."""
-        return self._share(self.test_correct, self.test, rule)
-
-    def validation_accuracy(self, rule: str | None = None) -> float:
-        """Validation accuracy; NaN for a client without validation samples."""
-        return self._share(self.validation_correct, self.validation, rule)
-
-    @staticmethod
-    def _share(correct: dict[str, int], samples: int, rule: str | None) -> float:
-        return correct[rule or next(iter(correct))] / samples if samples else float("nan")
 
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
@@ -90,11 +69,19 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
             tracked=next((result.tracked for result in results if result.tracked), None),
         )
         check_statistics([answer], [client], round)
-        message = method.upload(answer).snapshot(method.heavy)
+        message = upload(population, client, answer)
     losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
     visits = {phase.name: result.visited for phase, result in zip(phases, results, strict=True)}
     spent = flops.of_round(visits, len(data.train))
     return Reply(client, message, losses[0] if losses else float("nan"), spent, tuple(notes))
+
+
+def upload(population: Population, client: int, answer: Trained) -> Message:
+    """What leaves a client: the one door through which every upload passes, whatever the engine."""
+    message = population.method.upload(answer)
+    for step in population.steps:
+        message = step(message, answer.round, client)
+    return message.snapshot(population.method.heavy)
 
 
 @dataclass

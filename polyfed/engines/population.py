@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from polyfed.data import ClientData, Dataset
 from polyfed.message import State
-from polyfed.methods.base import Knowledge, Method, Task, Training
+from polyfed.methods.base import Knowledge, MessageStep, Method, Task, Training
 from polyfed.methods.network import ClientNetwork
-from polyfed.models import Architecture, parameter_count
+from polyfed.models import Architecture
+from polyfed.profile import Profile
 from polyfed.seeds import derive, seeded, torch_generator
 
 
@@ -23,19 +24,22 @@ class Population:
     """Everything that is known about the clients before the first round."""
 
     dataset: Dataset
-    data: list[ClientData]
-    architectures: list[Architecture]
-    """One per client."""
+    data: Mapping[int, ClientData]
+    """By the clients' numbers; this process may have only some of a federation's clients."""
+    architectures: Mapping[int, Architecture]
     method: Method
     seed: int
     device: torch.device
-    networks: Mapping[str, str] = field(default_factory=dict)
-    """By architecture, what its network looks like: a hash of its state's names, shapes and types."""
+    networks: Mapping[str, Profile] = field(default_factory=dict)
+    """By architecture, what is to be said of its network."""
+    looks: Mapping[str, str] = field(default_factory=dict)
+    """By architecture, a hash of its state's names, shapes and types."""
     own_start: bool = False
     """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
     draws: frozenset[str] = frozenset()
     """Architectures whose networks draw from global generators in their forward."""
-    _parameters: dict[str, int] = field(default_factory=dict, repr=False)
+    steps: tuple[MessageStep, ...] = ()
+    """What an upload passes through before it leaves its client, in this order."""
 
     @property
     def task(self) -> Task:
@@ -45,10 +49,16 @@ class Population:
     def training(self) -> Training:
         return self.method.training
 
+    @property
+    def clients(self) -> list[int]:
+        """The clients' numbers, in rising order."""
+        return sorted(self.data)
+
     @cached_property
-    def counts(self) -> list[Tensor]:
+    def counts(self) -> dict[int, Tensor]:
         """Training samples per class of every client."""
-        return [torch.bincount(self.labels[d.train], minlength=self.task.classes) for d in self.data]
+        size = self.task.classes
+        return {client: torch.bincount(self.labels[own.train], minlength=size) for client, own in self.data.items()}
 
     @cached_property
     def labels(self) -> Tensor:
@@ -73,12 +83,30 @@ class Population:
             network = ClientNetwork(model, self.method.client_modules(model))
         return network.to(self.device)
 
-    def parameters(self, client: int) -> int:
-        """How many parameters the client's private model has."""
-        name = self.architectures[client].name
-        if name not in self._parameters:
-            self._parameters[name] = parameter_count(self.task.new_model(self.architectures[client]))
-        return self._parameters[name]
+    def profile(self, client: int) -> Profile:
+        """All that is to be said of a client."""
+        own = self.data[client]
+        return replace(
+            self.networks[self.architectures[client].name],
+            name=f"client {client}",
+            classes=tuple(self.counts[client].nonzero().flatten().tolist()),
+            train_samples=len(own.train),
+            validation_samples=len(own.validation),
+            test_samples=len(own.test),
+        )
+
+    def slice(self, clients: Iterable[int]) -> Population:
+        """Only these clients, with only their samples: what a host needs that has no others."""
+        chosen = sorted(clients)
+        parts = [part for client in chosen for part in self.data[client].parts]
+        rows = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        edges = iter(torch.arange(len(rows)).split([len(part) for part in parts]))
+        return replace(
+            self,
+            dataset=self.dataset.only(rows),
+            data={client: ClientData(next(edges), next(edges), next(edges)) for client in chosen},
+            architectures={client: self.architectures[client] for client in chosen},
+        )
 
     def generator(self, purpose: str, round: int, client: int) -> torch.Generator:
         """Random draws of one client in one round, on the CPU."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message
 from polyfed.methods.base import Reply
 
@@ -21,7 +21,12 @@ class SequentialEngine(LocalEngine):
         self._bench = Workbench(self._empty_network)
 
     def train(
-        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+        self,
+        round: int,
+        downloads: Mapping[int, Message],
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        score: bool = False,
     ) -> list[Reply]:
         replies = []
         for client in sorted(downloads):

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from polyfed.compute import compute_threads, return_memory
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message
 from polyfed.methods.base import Reply
 
@@ -37,7 +37,12 @@ class ThreadsEngine(LocalEngine):
         ]
 
     def train(
-        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+        self,
+        round: int,
+        downloads: Mapping[int, Message],
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        score: bool = False,
     ) -> list[Reply]:
         def work(client: int) -> Reply:
             return self._train_one(self._bench(), client, downloads[client], round)

@@ -25,9 +25,9 @@ from polyfed.engines.base import LocalEngine
 from polyfed.engines.begun import Begun
 from polyfed.engines.captured import CapturedStep, Lane
 from polyfed.engines.layers import trouble
-from polyfed.engines.local import Evaluation
 from polyfed.engines.plan import Plan, new_plan
 from polyfed.engines.population import Population, Workbench
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase, Reply, Trained
 from polyfed.methods.network import ClientNetwork
@@ -61,15 +61,21 @@ class VectorizedEngine(LocalEngine):
         self._limit = LARGEST_COHORT
         self._apart = True
         """Architectures have lanes of their own."""
-        self._owners = Counter(architecture.name for architecture in population.architectures)
+        self._owners = Counter(architecture.name for architecture in population.architectures.values())
         self._longest: dict[str, int] = {}
-        for data, architecture in zip(population.data, population.architectures, strict=True):
-            self._longest[architecture.name] = max(self._longest.get(architecture.name, 0), len(data.train))
+        for client, own in population.data.items():
+            name = population.architectures[client].name
+            self._longest[name] = max(self._longest.get(name, 0), len(own.train))
         if population.device.type == "cuda" and trouble():
             self._notes.append(f"convolutions are slower than they could be: our kernels can't run here ({trouble()})")
 
     def train(
-        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+        self,
+        round: int,
+        downloads: Mapping[int, Message],
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        score: bool = False,
     ) -> list[Reply]:
         replies: dict[int, Reply] = {}
 
@@ -180,7 +186,7 @@ class VectorizedEngine(LocalEngine):
         if len(participants) < len(people.data) or round == people.task.rounds:
             return False
         epochs = sum(phase.epochs for phase in people.method.phases())
-        return epochs * sum(len(data.train) for data in people.data) <= MOST_AHEAD
+        return epochs * sum(len(own.train) for own in people.data.values()) <= MOST_AHEAD
 
     def _draw_ahead(self, begun: Iterable[Begun], round: int) -> None:
         """Draw the batches of these cohorts for the next round too, while the GPU works."""
@@ -221,7 +227,7 @@ class VectorizedEngine(LocalEngine):
             losses = begun.losses(visited, round)  # waits for the GPU, so as late as it can be
             begun.check_weights(weights, round)
             local.check_statistics(answers, clients, round)
-            messages = [method.upload(answer).snapshot(method.heavy) for answer in answers]
+            messages = [local.upload(people, *one) for one in zip(clients, answers, strict=True)]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last of all: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)

@@ -20,6 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message, Schema, State
 from polyfed.methods.network import Batch, ClientNetwork
 from polyfed.methods.statistics import ClassStatistics
@@ -34,6 +35,7 @@ __all__ = [
     "Common",
     "Knowledge",
     "Message",
+    "MessageStep",
     "Method",
     "Phase",
     "Reply",
@@ -46,6 +48,8 @@ __all__ = [
     "Training",
 ]
 
+MessageStep: TypeAlias = Callable[[Message, int, int], Message]
+"""Changes an upload on its way out: (message, round, client) to the message that leaves."""
 Loss: TypeAlias = Callable[[ClientNetwork, Batch], Tensor | tuple[Tensor, Tensor]]
 Common: TypeAlias = Literal["features", "head", "network"]
 
@@ -91,6 +95,10 @@ class Task:
         chosen = architecture or self.architecture
         with seeded(self.seed, "initial", chosen.name, variant):
             return chosen.build(self.input_shape, self.classes, self.features, self.match)
+
+    def new_head(self) -> nn.Module:
+        """The head of such a network, freshly initialised: all that a server needs of one whose clients differ."""
+        return self.new_model().head
 
     def new_auxiliary(self, features: int | None = None) -> SplitNetwork:
         """The auxiliary network, freshly initialised, the same for every caller; with that many features if given."""
@@ -186,6 +194,8 @@ class Reply:
     """Remarks of the method or the engine, kept as events of the run."""
     failure: str = ""
     """Why there is no message; such a reply is left out of the round."""
+    evaluation: Evaluation | None = None
+    """How well the client predicts now, where it was asked for and saves a message."""
 
 
 @dataclass

@@ -70,7 +70,7 @@ class DCPFL(Method):
         self.collect = Collect(covariance=self.config.calibrate)
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
-        _linear_head(model)
+        _linear(model.head)
         return {"means": ClassVectors(self.task.classes, model.feature_size)}
 
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
@@ -94,7 +94,7 @@ class DCPFL(Method):
         return Message(tensors, {"labels": own.labels, "counts": own.counts})
 
     def start(self, server: Server) -> None:
-        server.modules["header"] = _linear_head(self.task.new_model())
+        server.modules["header"] = _linear(self.task.new_head())
         empty = ClassVectors(self.task.classes, self.task.feature_size)
         server.state.update({f"means.{name}": tensor for name, tensor in empty.state_dict().items()})
 
@@ -156,10 +156,10 @@ class DCPFL(Method):
         return features.clamp(min=0) if self.config.clip_virtual else features, classes
 
 
-def _linear_head(model: SplitNetwork) -> nn.Linear:
-    if not isinstance(model.head, nn.Linear):
+def _linear(head: nn.Module) -> nn.Linear:
+    if not isinstance(head, nn.Linear):
         raise InputError(
-            f"dc-pfl needs networks whose head is one linear layer, but this head is a {type(model.head).__name__}: "
+            f"dc-pfl needs networks whose head is one linear layer, but this head is a {type(head).__name__}: "
             "choose networks that end with a single nn.Linear behind their features."
         )
-    return model.head
+    return head

@@ -148,7 +148,7 @@ class FedGen(Method):
 
     @cached_property
     def _head(self) -> nn.Module:
-        return self.task.new_model().head
+        return self.task.new_head()
 
     @cached_property
     def _head_state(self) -> State:

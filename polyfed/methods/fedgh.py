@@ -37,7 +37,7 @@ class FedGH(Method):
 
     def start(self, server: Server) -> None:
         # In evaluation mode throughout: class means are no batch of samples for dropout or batch norm.
-        server.modules["header"] = self.task.new_model().head.eval()
+        server.modules["header"] = self.task.new_head().eval()
 
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         return Message(module_state("model.head", server.modules["header"]))

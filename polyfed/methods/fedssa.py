@@ -54,7 +54,7 @@ class FedSSA(Method):
 
     def __init__(self, config: Config, task: Task, training: Training) -> None:
         super().__init__(config, task, training)
-        head = task.new_model().head
+        head = task.new_head()
         if not isinstance(head, nn.Linear):
             raise InputError(
                 "fedssa needs a head that is one linear layer, with one row for each class, but that of "

@@ -94,8 +94,8 @@ class Checkpoints:
         round: int,
         server: State,
         progress: Mapping[str, Any],
-        changed: Iterable[int],
-        state: Callable[[int], State],
+        changed: Iterable[int] = (),
+        state: Callable[[int], State] = {}.__getitem__,
         records: Callable[[], Mapping[str, Extent]] = dict,
     ) -> None:
         """Write a checkpoint of a finished round; `state` gives a client's state, `records` syncs the run's records."""

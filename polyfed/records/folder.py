@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import date
@@ -40,6 +40,7 @@ from polyfed.records.states import (
     ClientStates,
     Damaged,
     Shard,
+    States,
     StoredFile,
     read_client,
     write_file,
@@ -148,14 +149,18 @@ class RunFolder:
         round: int,
         server: State,
         progress: Mapping[str, Any],
-        changed: Iterable[int],
-        state: Callable[[int], State],
+        states: States | None,
     ) -> None:
         """Write a checkpoint of a finished round, which counts on all records so far."""
-        records = {name: log.sync for name, log in self._logs.items()}
-        self.checkpoints.save(
-            round, server, progress, changed, state, lambda: {name: sync() for name, sync in records.items()}
-        )
+
+        def records() -> dict[str, Extent]:
+            return {name: log.sync() for name, log in self._logs.items()}
+
+        if states is None:  # every client keeps its own
+            self.checkpoints.save(round, server, progress, records=records)
+        else:
+            self.checkpoints.save(round, server, progress, states.changed_clients(), states.get_state, records)
+            states.mark_saved()
         if not self._content.get("checkpointed"):  # from now on, a run without checkpoints has lost them
             self._write_content(checkpointed=True)
 
@@ -192,14 +197,14 @@ class RunFolder:
         server: State,
         progress: Mapping[str, Any],
         clients: Iterable[Mapping[str, Any]],
-        state: Callable[[int], State],
+        states: States | None,
         summary: Mapping[str, Any],
     ) -> None:
         """Write the models, clients.csv and summary.json; then the run is finished, and its checkpoints go."""
         rows = list(clients)
         models = self.path / "models"
         disk.make_folder(models)
-        files = write_models(models, [int(row["client"]) for row in rows], state)
+        files = [] if states is None else write_models(models, [int(row["client"]) for row in rows], states.get_state)
         stored = write_file(models, "server.safetensors", state_bytes(server))
         disk.sync_folder(models)
         disk.remove_unfinished(models, (*(file.file for file in files), stored.file))
@@ -238,8 +243,7 @@ class RunFolder:
         problems = [log.cut(records[name], end["round"]) for name, log in self._logs.items()]
         if any(problems):
             raise InputError(f"the run in '{self.path}' can't go on: {'; '.join(filter(None, problems))}.")
-        states = ClientStates(models, shards)
-        self.save(end["round"], server, end["progress"], states, states.__getitem__)
+        self.save(end["round"], server, end["progress"], ClientStates(models, shards))
         self._write_content(finished=None)
         for name in ("summary.json", "clients.csv"):
             disk.remove(self.path / name)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from polyfed.errors import InputError
 from polyfed.message import State, state_bytes, state_size
 from polyfed.records import disk
 from polyfed.records.log import digest
@@ -102,6 +103,27 @@ class Shard(StoredFile):
         return False
 
 
+class States(Protocol):
+    """Where clients' states are while a run goes on: what a checkpoint is made of."""
+
+    def changed_clients(self) -> set[int]:
+        """Clients whose state changed since `mark_saved`."""
+
+    def get_state(self, client: int) -> State:
+        """A client's state; further training changes it."""
+
+    def mark_saved(self) -> None:
+        """All states are in a checkpoint now."""
+
+
+def misfit(whose: str) -> InputError:
+    """The error for a state that is not one of this run."""
+    return InputError(
+        f"the checkpoint's state of {whose} does not fit the run's networks and method: resume with the settings that "
+        "the run had, or start a new one."
+    )
+
+
 def copy_name(file: str) -> str:
     """The name of a file's second copy."""
     return f"{file}.copy"
@@ -173,6 +195,16 @@ class ClientStates(Mapping[int, State]):
             self._open = name
         row = self._rows.get(str(client))
         return {key: (tensor if row is None else tensor[row]).clone() for key, tensor in self._tensors.items()}
+
+    def changed_clients(self) -> set[int]:
+        """All of them: they are to be written elsewhere."""
+        return set(self._files)
+
+    def get_state(self, client: int) -> State:
+        return self[client]
+
+    def mark_saved(self) -> None:
+        pass
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._files)

@@ -29,7 +29,7 @@ def test_the_very_last_step_is_checked_too(tmp_path: Path, engine: Any, breaks: 
     is broken, the one that trains clients one after another the first.
     """
     federation = support.federation(tmp_path, "standalone", engine=engine, **ONE_STEP)
-    method = federation.population.method
+    method = federation.engine.population.method
     parts = {"first": "model.extractor", "second": "model.head"}
     phases = [
         Phase(name, trains=(part,), loss=steep_loss, epochs=1, lr=1e38)

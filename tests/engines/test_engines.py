@@ -191,7 +191,7 @@ def test_networks_with_tied_weights_train(tmp_path: Path, method: str) -> None:
     run = finished(tmp_path, ThreadsEngine, method, models=(Tied,), checkpoint_every=1)
     assert (run.folder.rounds().replies == 3).all()
     state = run.engine.get_state(0)
-    network = Workbench(run.population.new_network).network(0, "Tied", state)
+    network = Workbench(run.engine.population.new_network).network(0, "Tied", state)
     extractor = network.model.extractor
     assert extractor.second.weight is extractor.third.weight
     assert extractor.scale.data_ptr() == extractor.first.same_scale.data_ptr()

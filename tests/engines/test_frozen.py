@@ -60,7 +60,7 @@ def resting(state: dict[str, Tensor], parts: tuple[str, ...]) -> dict[str, Tenso
 def assert_rest(run: Any, *parts: str) -> None:
     """The named parts are as they were at first, all others have moved."""
     for client in range(run.config.clients):
-        first, last = state_of(run.population.new_network(client)), run.engine.get_state(client)
+        first, last = state_of(run.engine.population.new_network(client)), run.engine.get_state(client)
         kept = resting(first, parts)
         assert kept
         for name, tensor in kept.items():

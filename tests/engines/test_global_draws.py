@@ -139,7 +139,7 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run.run()
     torch.seed()
-    again = Federation(run.config, run.population, SequentialEngine(run.population), run.folder)
+    again = Federation(run.config, run.method, SequentialEngine(run.engine.population), run.folder)
     saved = run.folder.checkpoints.restore()
     assert saved is not None
     again.restore(saved)

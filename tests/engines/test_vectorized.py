@@ -145,7 +145,7 @@ def test_a_parameter_without_gradient_does_not_decay(tmp_path: Path) -> None:
     settings = {"models": (PartlyUnused,), "training": training}
     assert_agree(tmp_path, "standalone", **settings)
     _, _, federation = run(tmp_path / "again", VectorizedEngine, "standalone", **settings)
-    first = federation.population.new_network(0).state_dict()
+    first = federation.engine.population.new_network(0).state_dict()
     for name, tensor in federation.engine.get_state(0).items():
         assert torch.equal(tensor, first[name]) == ("spare" in name)
 
@@ -302,7 +302,7 @@ def test_a_network_that_replaces_a_buffer_goes_through_the_loop(tmp_path: Path) 
     assert sum("one after another: it replaces a buffer" in note["note"] for note in notes) == 1
     states = [federation.engine.get_state(0) for federation in (plain, looped)]
     (name,) = (name for name in states[0] if name.endswith("seen"))
-    steps = expected["round"].max() * -(-len(plain.population.data[0].train) // plain.config.training.batch_size)
+    steps = expected["round"].max() * -(-len(plain.engine.population.data[0].train) // plain.config.training.batch_size)
     for state in states:
         assert float(state[name]) == pytest.approx(10 * (1 - 0.9**steps))  # of all rounds, not only the last
 

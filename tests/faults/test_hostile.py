@@ -73,7 +73,7 @@ def test_a_client_can_not_claim_more_samples_than_any_client_has(tmp_path: Path)
     run.engine.samples = 10**12
     run.run()
     assert refusals(run) == [(1, 3), (2, 3)]
-    largest = max(len(data.train) for data in run.population.data)
+    largest = max(len(data.train) for data in run.engine.population.data.values())
     assert run.door.most_samples == largest
     allowed = poisoned(tmp_path / "allowed", "lg-fedavg", 1.0, count_bound=10**12)
     allowed.engine.samples = 10**12

@@ -59,7 +59,7 @@ class Scene:
 
     @property
     def people(self) -> Population:
-        return self.run.population
+        return self.run.engine.population
 
     def server(self) -> Server:
         return deepcopy(self.run.server)

@@ -125,8 +125,8 @@ def test_upload_holds_mean_logits_of_all_visits(tmp_path) -> None:
     """With a learning rate that changes nothing, two epochs of visits have the mean of the network's own logits."""
     run = support.federation(tmp_path, "fd", lr=1e-12, epochs=2, rounds=1)
     (reply,) = run.engine.train(1, {1: Message()})
-    x, y = run.population.dataset.batch(run.population.data[1].train)
-    own = class_means(run.population.new_network(1)(x).detach(), y, 4)
+    x, y = run.engine.population.dataset.batch(run.engine.population.data[1].train)
+    own = class_means(run.engine.population.new_network(1)(x).detach(), y, 4)
     assert torch.equal(reply.message.metadata["labels"], own.labels)
     torch.testing.assert_close(reply.message.tensors["logits"], own.means)
 

@@ -102,7 +102,7 @@ def test_average_is_nobodys_network(tmp_path) -> None:
 def test_projector_is_personal_and_lasts(tmp_path) -> None:
     """It is trained, differs between clients, never travels, and a download leaves it alone."""
     run = support.federation(tmp_path, SMALL, models=(support.Wide,), rounds=1)
-    first = run.population.new_network(0).projector.weight
+    first = run.engine.population.new_network(0).projector.weight
     downloads = {client: run.download(client) for client in range(4)}
     replies = run.engine.train(1, downloads)
     kept = [run.engine.get_state(client)["projector.weight"].clone() for client in range(4)]
@@ -112,7 +112,9 @@ def test_projector_is_personal_and_lasts(tmp_path) -> None:
         assert reply.message.tensors.keys() == run.server.state.keys()
         assert all(name.startswith("shared.") for name in reply.message.tensors)
     run.method.aggregate(run.server, replies)
-    changed = run.method.receive(run.engine.get_state(0), run.download(0), Knowledge(run.population.counts[0], 2))
+    changed = run.method.receive(
+        run.engine.get_state(0), run.download(0), Knowledge(run.engine.population.counts[0], 2)
+    )
     assert changed.keys() == run.server.state.keys()
 
 

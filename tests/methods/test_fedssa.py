@@ -223,7 +223,7 @@ def test_stable_client_takes_global_rows_bit_by_bit(tmp_path) -> None:
     """From stable_round on, seen rows are the server's and all others the client's own, after real training too."""
     run = support.federation(tmp_path, "fedssa", rounds=2)
     run.run()
-    client = run.population.knowledge(0, round=4)
+    client = run.engine.population.knowledge(0, round=4)
     own = {name: tensor.clone() for name, tensor in run.engine.get_state(0).items()}
     changed = run.method.receive(own, run.download(0), client)
     seen, server = client.counts > 0, run.server.state["rows.vectors"]

@@ -149,7 +149,7 @@ def test_client_trains_what_it_received_and_uploads_it() -> None:
 
 def test_dead_proxy_is_an_event_of_the_run(tmp_path) -> None:
     run = support.federation(tmp_path, "pfedes", rounds=1)
-    remarks = run.method.inspect(run.population.new_network(0), Batch(torch.ones(1, 1, 6, 6), torch.tensor([0])))
+    remarks = run.method.inspect(run.engine.population.new_network(0), Batch(torch.ones(1, 1, 6, 6), torch.tensor([0])))
     assert not any(remarks.values())
     run.server.state["proxy.conv2.bias"].fill_(-100)
     run.run()

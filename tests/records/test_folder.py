@@ -98,7 +98,7 @@ def add(folder: RunFolder, round: int) -> None:
 
 
 def save(folder: RunFolder, round: int) -> None:
-    folder.save(round, {}, {}, (), lambda client: {})
+    folder.save(round, {}, {}, None)
 
 
 def recorded(folder: RunFolder) -> tuple[list[int], list[int], list[int]]:
@@ -200,7 +200,7 @@ def test_rows_that_are_lost_for_good_are_counted(tmp_path: Path, name: str, harm
 def test_a_damaged_record_of_a_finished_run_is_said(tmp_path: Path, name: str, harm: str) -> None:
     folder = new_folder(tmp_path)
     add(folder, 1)
-    folder.finish(1, {}, {}, [], lambda client: {}, {"rounds": 1})
+    folder.finish(1, {}, {}, [], None, {"rounds": 1})
     folder = RunFolder.open(folder.path)
     assert folder.damage() == []
     HARMS[harm](folder.path / name)
@@ -221,7 +221,7 @@ def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     summary = {"accuracy_at_best_validation": math.nan, "rounds": 3}
     best = Progress(federation=Best(final=math.nan))
-    folder.finish(3, {}, best.to_dict(), [], lambda client: {}, summary)
+    folder.finish(3, {}, best.to_dict(), [], None, summary)
     folder.add_event("round", round=1, loss_mean=math.nan)
     text = (folder.path / "summary.json").read_text()
     assert json.loads(text, parse_constant=refuse) == {"accuracy_at_best_validation": None, "rounds": 3}
