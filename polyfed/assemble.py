@@ -8,7 +8,7 @@ import torch
 
 from polyfed.compute import set_precision
 from polyfed.config import Experiment
-from polyfed.data import Dataset, load_dataset, partition
+from polyfed.data import Dataset, check_tested, chosen_test_set, describe_test_set, load_dataset, partition
 from polyfed.engines import Population
 from polyfed.errors import InputError
 from polyfed.methods import find_method
@@ -66,11 +66,23 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         split=config.split,
         seed=config.seed,
         minimum=config.min_samples,
+        test_set=config.test_set,
     )
+    check_tested(dataset, config.split, shares)
     method = chosen(chosen.Config(**config.options), task, config.training)
     for example in examples.values():
         method.client_modules(example)  # what does not fit a network should fail now
-    return Population(dataset, shares, owned, method, config.seed, device, own_start=config.start == "client")
+    return Population(
+        dataset,
+        shares,
+        owned,
+        method,
+        config.seed,
+        device,
+        own_start=config.start == "client",
+        test_set=chosen_test_set(dataset, config.split, config.test_set),
+        notes=describe_test_set(dataset, config.split, config.test_set, shares),
+    )
 
 
 def find_device(name: str) -> torch.device:

@@ -70,6 +70,7 @@ def run(
     classes_per_client: Annotated[int | None, _option("classes_per_client")] = None,
     alpha: Annotated[float | None, _option("alpha")] = None,
     split: Annotated[str | None, _option("split")] = None,
+    test_set: Annotated[str | None, _option("test_set")] = None,
     clients: Annotated[int | None, _option("clients")] = None,
     participation: Annotated[float | None, _option("participation")] = None,
     models: Annotated[str | None, _option("models")] = None,
@@ -93,7 +94,8 @@ def run(
     """Run one experiment: one method on one federation."""
     given = {
         "data": data, "partition": partition, "classes_per_client": classes_per_client, "alpha": alpha, "split": split,
-        "clients": clients, "participation": participation, "models": models, "features": features, "rounds": rounds,
+        "test_set": test_set, "clients": clients, "participation": participation, "models": models,
+        "features": features, "rounds": rounds,
         "epochs": epochs, "batch_size": batch_size, "lr": lr, "preset": preset, "seed": seed, "engine": engine,
         "device": device, "eval_every": eval_every, "checkpoint_every": checkpoint_every,
     }  # fmt: skip

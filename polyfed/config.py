@@ -48,6 +48,11 @@ class Experiment(BaseModel):
         None, ge=1, description="least samples of a client; none: 40 or half its fair share with dirichlet, 1 otherwise"
     )
     split: str = Field("8:1:1", description="train:validation:test within each client, or a paper's name")
+    test_set: Literal["auto", "apart", "pooled"] = Field(
+        "auto",
+        description="keep the data's own test set apart for testing, or pool it with the rest and let split cut test "
+        "samples; auto: apart for your own data, pooled for the named datasets, as in the papers",
+    )
     clients: int = Field(10, ge=1, description="clients in the federation")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
     models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")

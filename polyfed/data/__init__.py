@@ -11,6 +11,7 @@ from polyfed.data.arrays import from_arrays, from_torch_dataset
 from polyfed.data.augment import Augmentation
 from polyfed.data.dataset import ClientData, Dataset
 from polyfed.data.files import save_npz
+from polyfed.data.given_test import check_tested, chosen_test_set, describe_test_set
 from polyfed.data.partitions import PARTITIONS, SPLITS, partition
 from polyfed.data.sources import SOURCES, Source, default_folder, load_dataset
 
@@ -22,7 +23,10 @@ __all__ = [
     "ClientData",
     "Dataset",
     "Source",
+    "check_tested",
+    "chosen_test_set",
     "default_folder",
+    "describe_test_set",
     "from_arrays",
     "from_torch_dataset",
     "load_dataset",

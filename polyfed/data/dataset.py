@@ -34,6 +34,10 @@ class Dataset:
     std: tuple[float, ...] = ()
     official_test: int = 0
     """The last so many samples are the source's own test set; 0: it has none."""
+    pools_test: bool = False
+    """Whether that test set is by default pooled with the rest, as the papers do; otherwise nobody trains on it."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called; empty: by their numbers."""
     _scalings: dict[torch.device, tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:

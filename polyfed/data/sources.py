@@ -84,7 +84,7 @@ class Source:
                 f"dataset '{self.name}' has uint8 images of shape {self.input_shape}, but {images.dtype} samples of "
                 f"shape {tuple(images.shape[1:])} were found under its name: use other data as npz:PATH."
             )
-        return Dataset(self.name, images, labels, self.classes, *self.normalisation, official_test)
+        return Dataset(self.name, images, labels, self.classes, *self.normalisation, official_test, pools_test=True)
 
 
 def default_folder() -> Path:

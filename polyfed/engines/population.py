@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -30,6 +30,10 @@ class Population:
     device: torch.device
     own_start: bool = False
     """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
+    test_set: str = "none"
+    """What became of the dataset's own test set: apart, pooled, or none if it has none."""
+    notes: Sequence[str] = ()
+    """Remarks on the data, for the run's record."""
     _parameters: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property

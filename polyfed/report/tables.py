@@ -114,6 +114,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             else "no validation samples",
         ],
         ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
+        *_test_set(summary.get("test_set", "none")),
         ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
         [
             "communication, down",
@@ -126,6 +127,12 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = _table([summary["method"], "", ""], rows)
     table.columns[1].justify = "right"
     return table
+
+
+def _test_set(choice: str) -> list[list[str]]:
+    """A row on the test set that the data brought along, if they did."""
+    words = {"apart": "kept for testing", "pooled": "pooled with the training samples"}
+    return [["test set of the data", choice, words[choice]]] if choice in words else []
 
 
 def measurement_line(result: Measurement) -> str:
