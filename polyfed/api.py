@@ -16,7 +16,7 @@ from torch import Tensor
 from polyfed.assemble import PYTHON, assemble
 from polyfed.compute import machine_name
 from polyfed.config import Experiment, experiment
-from polyfed.data import Dataset
+from polyfed.data import Dataset, no_dataset
 from polyfed.engines import Population, new_engine
 from polyfed.engines.population import state_of
 from polyfed.errors import InputError, RunError
@@ -97,6 +97,8 @@ def run(
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
     """
+    if not isinstance(data, str | Dataset):
+        raise no_dataset(data)
     config = experiment(
         method=method,
         data=data if isinstance(data, str) else PYTHON + data.name,
@@ -114,6 +116,8 @@ def resume(
     path: str | Path, *, data: Dataset | None = None, models: Models | None = None, watcher: Watcher | None = None
 ) -> Result:
     """Go on with an unfinished run; a finished one is only read. `data` and `models` as they were if from Python."""
+    if not isinstance(data, Dataset | None):
+        raise no_dataset(data)
     folder = RunFolder.open(Path(path))
     config = folder.config
     population = assemble(config, data, models)

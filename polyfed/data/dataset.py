@@ -43,6 +43,11 @@ class Dataset:
     def __post_init__(self) -> None:
         _check_images(self)
         _check_labels(self)
+        if self.class_names and len(self.class_names) != self.classes:
+            raise InputError(
+                f"dataset '{self.name}' has {self.classes} classes but {len(self.class_names)} class names: give one "
+                f"name for each class."
+            )
         if not 0 <= self.official_test < len(self.labels):
             raise InputError(
                 f"dataset '{self.name}' names {self.official_test} of its {len(self.labels)} samples as the official "

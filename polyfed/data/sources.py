@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.data.arrays import from_arrays, from_torch_dataset, join_arrays, measured_dataset
+from polyfed.data.arrays import join_arrays, measured_dataset
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import (
     find_idx_folder,
@@ -28,11 +28,8 @@ from polyfed.data.files import (
     read_idx_folder,
     read_many,
     read_npz,
-    save_npz,
 )
 from polyfed.errors import InputError, unknown_name
-
-__all__ = ["SOURCES", "Source", "default_folder", "from_arrays", "from_torch_dataset", "load_dataset", "save_npz"]
 
 FOLDER_VARIABLE = "POLYFED_DATA"
 """The environment variable that names the folder of datasets."""
@@ -104,6 +101,8 @@ def load_dataset(name: str, folder: Path | str | None = None, download: bool = T
     own = name.startswith("npz:")
     source = SOURCES.get("npz:PATH" if own else name.lower())
     if source is None:
+        if name.endswith(".npz") or "/" in name or Path(name).is_file():
+            raise InputError(f"'{name}' is no dataset's name: for an npz archive of your own write npz:{name}.")
         raise unknown_name("dataset", name, SOURCES)
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
