@@ -167,6 +167,8 @@ def read_experiment(path: str | Path, **changes: Any) -> Experiment:
         content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
+    except RepeatedKey as error:
+        raise InputError(f"'{path}' {error}: keep one of them.") from error
     except yaml.YAMLError as error:
         detail = " ".join(str(error).split())
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
@@ -205,7 +207,13 @@ def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
         raise unknown_name("preset", str(preset), PRESETS)
     shortcuts = {name: flat.pop(name) for name in SHORTCUTS if name in flat}
     given = {name: value for name, value in shortcuts.items() if value is not None}
-    return {**flat, "training": {**PRESETS.get(preset, {}), **_underscored(training or {}), **given}}
+    nested = _underscored(training or {})
+    for name in given.keys() & nested.keys():
+        if given[name] != nested[name]:
+            raise InputError(
+                f"{name} is {given[name]!r} at the top level and {nested[name]!r} under training: keep one of them."
+            )
+    return {**flat, "training": {**PRESETS.get(preset, {}), **nested, **given}}
 
 
 def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,8 +234,22 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+class RepeatedKey(yaml.YAMLError):
+    """A name stands twice in one mapping; YAML forbids that, but its reader takes the last without a word."""
+
+
 class _Loader(yaml.SafeLoader):
-    """The safe loader, except that it does not read 8:1:1 as a number to base 60, as YAML 1.1 does."""
+    """The safe loader, but it doesn't read 8:1:1 as a number to base 60, as YAML 1.1 does, and no name twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        lines: dict[str, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = str(key.value).replace("-", "_")  # the same setting may be written in both ways
+            line = key.start_mark.line + 1
+            if name in lines:
+                raise RepeatedKey(f"gives '{key.value}' twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return super().construct_mapping(node, deep=deep)
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:

@@ -73,6 +73,10 @@ class Source:
     """Mean and standard deviation per channel; empty: computed from the images."""
     load: Callable[[Source, Path, bool], Dataset]
     """From this entry, a folder and whether a download is allowed to the dataset."""
+    test_samples: int = 0
+    """How many of the samples are the official test set."""
+    layout: str = ""
+    """What the folder of datasets may hold besides NAME.npz, in words."""
 
     def dataset(self, images: Tensor, labels: Tensor, official_test: int = 0) -> Dataset:
         """A dataset with this source's name, classes and normalisation."""
@@ -80,6 +84,13 @@ class Source:
             raise InputError(
                 f"dataset '{self.name}' has uint8 images of shape {self.input_shape}, but {images.dtype} samples of "
                 f"shape {tuple(images.shape[1:])} were found under its name: use other data as npz:PATH."
+            )
+        found = len(torch.unique(labels))
+        if len(images) != self.samples or official_test not in (0, self.test_samples) or found != self.classes:
+            raise InputError(
+                f"dataset '{self.name}' has {self.samples} samples of {self.classes} classes, {self.test_samples} of "
+                f"them for testing, but {len(images)} of {found} classes with {official_test} for testing were found "
+                f"under its name: complete the files, or use other data as npz:PATH."
             )
         return Dataset(self.name, images, labels, self.classes, *self.normalisation, official_test, pools_test=True)
 
@@ -172,15 +183,14 @@ def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
             f"http://cs231n.stanford.edu in {folder}, or name another folder with {FOLDER_VARIABLE}."
         )
     height, width = source.input_shape[1:]
-    images, labels, classes = read_class_folders(place, (height, width), source.name)
-    return replace(source, classes=classes).dataset(images, labels)
+    return source.dataset(*read_class_folders(place, (height, width), source.name))
 
 
 def _own_file(source: Source, folder: Path, download: bool) -> Dataset:
     """A user's own archive, at the path in the name."""
     path = Path(source.name.removeprefix("npz:")).expanduser()
-    images, labels, official_test, classes = read_npz(path, path.stem)
-    return measured_dataset(images, labels, official_test, path.stem, classes)
+    images, labels, official_test, class_names = read_npz(path, path.stem)
+    return measured_dataset(images, labels, official_test, path.stem, class_names=class_names)
 
 
 def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, download: bool) -> Dataset:
@@ -194,7 +204,7 @@ def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, do
 @contextmanager
 def _fetching(source: Source, folder: Path, download: bool) -> Iterator[None]:
     """Give up on a silent network soon, keep torchvision's remarks off the output, and explain what is missing."""
-    patience = socket.getdefaulttimeout()
+    patience, before = socket.getdefaulttimeout(), set(_folders(folder))
     socket.setdefaulttimeout(DOWNLOAD_PATIENCE)
     try:
         with redirect_stdout(io.StringIO()):
@@ -202,18 +212,39 @@ def _fetching(source: Source, folder: Path, download: bool) -> Iterator[None]:
     except DOWNLOAD_ERRORS as error:
         tried = f"and the download failed ({one_line(error)})" if download else "and no download was allowed"
         raise InputError(
-            f"dataset '{source.name}' is missing: {folder} holds neither {source.name}.npz nor complete torchvision "
-            f"files, {tried}; run once with a network, or put {source.name}.npz with x_train, y_train, x_test, y_test "
-            f"there, or name another folder with {FOLDER_VARIABLE}."
+            f"dataset '{source.name}' is missing: {folder} holds neither {source.name}.npz (with x_train, y_train, "
+            f"x_test, y_test) nor {source.layout}, {tried}; run once with a network, or put one of these there, or "
+            f"name another folder with {FOLDER_VARIABLE}."
         ) from error
     finally:
         socket.setdefaulttimeout(patience)
+        for place in reversed(_folders(folder)):  # torchvision makes folders before it has anything to put there
+            if place not in before and not any(place.iterdir()):
+                place.rmdir()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """The folder with those above it and two levels below, as far as they exist, outer ones first."""
+    below = [*folder.glob("*"), *folder.glob("*/*")]
+    return [place for place in (*reversed(folder.parents), folder, *below) if place.is_dir()]
 
 
 _DOWNLOADED = "downloaded by torchvision"
+_IDX = "the four idx files, packed or not, in {name}/ or {raw}/raw/"
 _ENTRIES = (
     Source("digits", "handwritten digits", 1797, 10, (1, 28, 28), "comes with scikit-learn", HALF_GREY, _digits),
-    Source("mnist", "handwritten digits", 70_000, 10, (1, 28, 28), _DOWNLOADED, MNIST, _mnist_like),
+    Source(
+        "mnist",
+        "handwritten digits",
+        70_000,
+        10,
+        (1, 28, 28),
+        _DOWNLOADED,
+        MNIST,
+        _mnist_like,
+        10_000,
+        _IDX.format(name="mnist", raw="MNIST"),
+    ),
     Source(
         "fashion-mnist",
         "articles of clothing",
@@ -223,10 +254,45 @@ _ENTRIES = (
         f"{_DOWNLOADED}, or Debian's package dataset-fashion-mnist",
         HALF_GREY,
         _mnist_like,
+        10_000,
+        _IDX.format(name="fashion-mnist", raw="FashionMNIST"),
     ),
-    Source("cifar10", "photographs of things and animals", 60_000, 10, (3, 32, 32), _DOWNLOADED, IMAGENET, _cifar),
-    Source("cifar100", "photographs of things and animals", 60_000, 100, (3, 32, 32), _DOWNLOADED, CIFAR100, _cifar),
-    Source("flowers102", "photographs of flowers", 8189, 102, (3, 64, 64), _DOWNLOADED, HALF_COLOUR, _flowers),
+    Source(
+        "cifar10",
+        "photographs of things and animals",
+        60_000,
+        10,
+        (3, 32, 32),
+        _DOWNLOADED,
+        IMAGENET,
+        _cifar,
+        10_000,
+        "cifar-10-python.tar.gz or cifar-10-batches-py/",
+    ),
+    Source(
+        "cifar100",
+        "photographs of things and animals",
+        60_000,
+        100,
+        (3, 32, 32),
+        _DOWNLOADED,
+        CIFAR100,
+        _cifar,
+        10_000,
+        "cifar-100-python.tar.gz or cifar-100-python/",
+    ),
+    Source(
+        "flowers102",
+        "photographs of flowers",
+        8189,
+        102,
+        (3, 64, 64),
+        _DOWNLOADED,
+        HALF_COLOUR,
+        _flowers,
+        6149,
+        "flowers-102/ with jpg/, imagelabels.mat and setid.mat",
+    ),
     Source(
         "tiny-imagenet",
         "photographs of things and animals",

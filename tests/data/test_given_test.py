@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import polyfed
-from polyfed.data import PARTITIONS, ClientData, Dataset, describe_test_set, load_dataset, partition
+from polyfed.data import PARTITIONS, SOURCES, ClientData, Dataset, describe_test_set, load_dataset, partition
 from polyfed.errors import InputError
 from tests import support
 
@@ -81,7 +81,8 @@ def test_files_torch_datasets_and_named_sources(tmp_path: Path, monkeypatch: pyt
     for name in ("mine", "mnist"):
         np.savez(tmp_path / f"{name}.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels)
     pairs = TensorDataset(torch.zeros(30, 2), torch.from_numpy(labels))
-    monkeypatch.setitem(polyfed.data.SOURCES, "mnist", replace(polyfed.data.SOURCES["mnist"], samples=60))
+    small = replace(SOURCES["mnist"], samples=60, test_samples=30)
+    monkeypatch.setitem(SOURCES, "mnist", small)
     assert not load_dataset(f"npz:{tmp_path}/mine.npz").pools_test
     assert not polyfed.from_torch_dataset(pairs, pairs).pools_test
     assert load_dataset("mnist", tmp_path).pools_test
