@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from polyfed.assemble import PYTHON, assemble
 from polyfed.compute import machine_name
@@ -23,7 +22,10 @@ from polyfed.errors import InputError, RunError
 from polyfed.federation import Federation, Watcher
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
+from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import RunFolder
+from polyfed.report.progress import watched
+from polyfed.scores import percent
 
 
 @dataclass
@@ -34,6 +36,13 @@ class Result:
     summary: dict[str, Any]
     population: Population = field(repr=False)
     _temporary: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        numbers = self.summary
+        return (
+            f"Result({numbers['method']}: accuracy {percent(numbers['accuracy_final'])} after {numbers['rounds']} "
+            f"rounds, in '{self.folder.path}')"
+        )
 
     @property
     def rounds(self) -> pd.DataFrame:
@@ -66,11 +75,16 @@ class Result:
         """A client's private model, in evaluation mode."""
         return self.network(client).model
 
-    def predict(self, client: int, x: Tensor) -> Tensor:
-        """The classes that a client predicts for normalised images, by the method's own rule."""
+    def predict(self, client: int, x: Any) -> Prediction:
+        """What a client says of one image or many, by the method's own rule: classes, names, probabilities.
+
+        Images are raw (`uint8` arrays in any of the usual layouts, PIL pictures, lists of these), or floats as the
+        dataset's batches are, that is normalised.
+        """
+        dataset = self.population.dataset
         with torch.no_grad():
-            scores = self.population.method.predict(self.network(client), x)
-        return next(iter(scores.values())).argmax(1)
+            scores = self.population.method.predict(self.network(client), as_input(x, dataset))
+        return prediction(next(iter(scores.values())), dataset)
 
     @property
     def models(self) -> list[SplitNetwork]:
@@ -85,6 +99,7 @@ def run(
     models: Models = "papers",
     out: str | Path | None = None,
     watcher: Watcher | None = None,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Run one experiment and return its result.
@@ -92,13 +107,28 @@ def run(
     `method` is a name, or a mapping with a name and options. `data` is a name or a `Dataset` (`polyfed.from_arrays`
     makes one), `models` names, classes, factories or networks. `settings` are the fields of `polyfed.Experiment`,
     and `epochs`, `batch_size`, `lr` and `preset`. Without `out` the run's folder is temporary and lives as long as the
-    result.
+    result. On a terminal and in a notebook a bar shows how the run goes on, unless `progress` is False or `watcher`
+    is told.
 
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
     """
+    with watched(watcher, progress) as told:
+        return _run(method, data, models, out, told, settings)
+
+
+def _run(
+    method: str | Mapping[str, Any],
+    data: str | Dataset,
+    models: Models,
+    out: str | Path | None,
+    watcher: Watcher,
+    settings: Mapping[str, Any],
+) -> Result:
     if not isinstance(data, str | Dataset):
         raise no_dataset(data)
+    if out is not None and not str(out).strip():
+        raise InputError("the run's folder (out) has an empty name: give it one, or leave it out.")
     config = experiment(
         method=method,
         data=data if isinstance(data, str) else PYTHON + data.name,
@@ -113,9 +143,19 @@ def run(
 
 
 def resume(
-    path: str | Path, *, data: Dataset | None = None, models: Models | None = None, watcher: Watcher | None = None
+    path: str | Path,
+    *,
+    data: Dataset | None = None,
+    models: Models | None = None,
+    watcher: Watcher | None = None,
+    progress: bool | None = None,
 ) -> Result:
     """Go on with an unfinished run; a finished one is only read. `data` and `models` as they were if from Python."""
+    with watched(watcher, progress) as told:
+        return _resume(path, data, models, told)
+
+
+def _resume(path: str | Path, data: Dataset | None, models: Models | None, watcher: Watcher) -> Result:
     if not isinstance(data, Dataset | None):
         raise no_dataset(data)
     folder = RunFolder.open(Path(path))

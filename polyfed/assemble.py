@@ -8,7 +8,15 @@ import torch
 
 from polyfed.compute import set_precision
 from polyfed.config import Experiment
-from polyfed.data import Dataset, check_tested, chosen_test_set, describe_test_set, load_dataset, partition
+from polyfed.data import (
+    Dataset,
+    check_tested,
+    chosen_test_set,
+    describe_test_set,
+    layout_hint,
+    load_dataset,
+    partition,
+)
 from polyfed.engines import Population
 from polyfed.errors import InputError
 from polyfed.methods import find_method
@@ -36,10 +44,11 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     owned = assign(architectures, config.clients, how=config.assignment, seed=config.seed)
     features = config.features or default_features(config.models)
     distinct = {architecture.name: architecture for architecture in owned}
-    examples = {
-        name: architecture.build(dataset.input_shape, dataset.classes, features, config.match_features)
-        for name, architecture in distinct.items()
-    }
+    with layout_hint(dataset):
+        examples = {
+            name: architecture.build(dataset.input_shape, dataset.classes, features, config.match_features)
+            for name, architecture in distinct.items()
+        }
     if config.training.augment and len(dataset.input_shape) != 3:
         raise InputError(
             f"training.augment needs images, but samples of '{dataset.name}' have shape {dataset.input_shape}."

@@ -50,8 +50,8 @@ class Experiment(BaseModel):
     split: str = Field("8:1:1", description="train:validation:test within each client, or a paper's name")
     test_set: Literal["auto", "apart", "pooled"] = Field(
         "auto",
-        description="keep the data's own test set apart for testing, or pool it with the rest and let split cut test "
-        "samples; auto: apart for your own data, pooled for the named datasets, as in the papers",
+        description="a test set that comes with the data is kept apart or pooled with the rest; auto: apart for your "
+        "own data, pooled for named datasets",
     )
     clients: int = Field(10, ge=1, description="clients in the federation")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
@@ -291,6 +291,15 @@ def allowed(model: type[BaseModel], path: list[str], message: str) -> str:
             model = nested
     described = describe_range(model, path[-1]) if path[-1] in model.model_fields else ""
     return f"must be {described}" if described else message[:1].lower() + message[1:]
+
+
+def typed(value: object) -> str:
+    """A value as a user would type it.
+
+    >>> typed(None), typed(True), typed(0.1), typed("8:1:1")
+    ('none', 'true', '0.1', '8:1:1')
+    """
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def describe_range(model: type[BaseModel], name: str) -> str:

@@ -93,3 +93,11 @@ class Progress:
             dict(values["totals"]),
             set(values["stale"]),
         )
+
+
+def percent(share: float | None) -> str:
+    """
+    >>> percent(0.98765)
+    '98.77 %'
+    """
+    return "–" if share is None or share != share else f"{100 * share:.2f} %"

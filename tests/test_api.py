@@ -40,7 +40,7 @@ def test_arrays_and_own_networks_give_frames_and_models(arrays: polyfed.Dataset,
     for client, row in result.clients.iterrows():
         own = result.population.data[int(str(client))]
         x, y = arrays.batch(own.test)
-        right = result.predict(int(str(client)), x) == y
+        right = result.predict(int(str(client)), x).classes == y
         assert (len(own.test), float(right.float().mean())) == pytest.approx((row.test_samples, row.accuracy_final))
         if method == "standalone":
             assert torch.equal(result.model(int(str(client)))(x).argmax(1) == y, right)

@@ -7,7 +7,7 @@ A `Dataset` holds all images once; a client is three lists of indices into it:
     images, labels = dataset.batch(clients[0].train[:64])
 """
 
-from polyfed.data.arrays import from_arrays
+from polyfed.data.arrays import from_arrays, layout_hint
 from polyfed.data.augment import Augmentation
 from polyfed.data.dataset import ClientData, Dataset
 from polyfed.data.files import save_npz
@@ -31,6 +31,7 @@ __all__ = [
     "describe_test_set",
     "from_arrays",
     "from_torch_dataset",
+    "layout_hint",
     "load_dataset",
     "no_dataset",
     "partition",

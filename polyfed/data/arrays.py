@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,27 @@ def channels_first(images: Tensor) -> Tensor:
     second, last = images.shape[1], images.shape[3]
     channels_last = last in (1, 3) or (second not in (1, 3) and last < second)
     return images.permute(0, 3, 1, 2) if channels_last else images
+
+
+@contextmanager
+def layout_hint(dataset: Dataset) -> Iterator[None]:
+    """If a network refuses samples inside, and these are float images in another layout, say that instead.
+
+    Float data are used as they are, because a user's own network may want them like that.
+    """
+    try:
+        yield
+    except InputError as error:
+        shape = dataset.input_shape
+        if dataset.images.dtype == torch.uint8:
+            raise
+        if len(shape) == 3 and shape[2] in (1, 3, 4) and min(shape[:2]) > shape[2]:
+            remedy = "look like images with their channels last: give them first, x.transpose(0, 3, 1, 2)"
+        elif len(shape) == 2 and min(shape) >= 8:
+            remedy = "look like images without a channel: give them one, x[:, None]"
+        else:
+            raise
+        raise InputError(f"float samples of '{dataset.name}' have the shape {shape} and {remedy}.") from error
 
 
 def _images(x: Array, name: str) -> Tensor:

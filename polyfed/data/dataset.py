@@ -57,6 +57,11 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        shape = "×".join(str(side) for side in self.input_shape)
+        test = f", {self.official_test} for testing" if self.official_test else ""
+        return f"Dataset('{self.name}': {len(self)} samples of {shape}, {self.classes} classes{test})"
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample, as a network sees it."""
@@ -107,6 +112,9 @@ class ClientData:
 
     def __len__(self) -> int:
         return len(self.train) + len(self.validation) + len(self.test)
+
+    def __repr__(self) -> str:
+        return f"ClientData({len(self.train)} train, {len(self.validation)} validation, {len(self.test)} test)"
 
 
 def _check_images(dataset: Dataset) -> None:

@@ -6,10 +6,8 @@ import gzip
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +17,8 @@ from torch import Tensor
 
 from polyfed.data.arrays import join_arrays
 from polyfed.data.dataset import Dataset
+from polyfed.data.reading import read_many
 from polyfed.errors import InputError
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 """The four files in which MNIST and its relatives are published, each perhaps with .gz at the end."""
@@ -123,7 +119,7 @@ def read_class_folders(folder: Path, size: tuple[int, int], name: str) -> tuple[
         labels += [label] * len(pictures)
     if not paths:
         raise InputError(f"dataset '{name}' has no pictures CLASS/images/*.JPEG in {folder}: unpack its archive there.")
-    images = np.stack(read_many(lambda path: read_picture(path, size), paths))
+    images = np.stack(read_many(lambda path: read_picture(path, size), paths, name))
     return torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64)
 
 
@@ -138,12 +134,6 @@ def read_picture(path: Path, size: tuple[int, int]) -> NDArray[np.uint8]:
     if colours.size != (width, height):
         colours = colours.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(colours, dtype=np.uint8).transpose(2, 0, 1)
-
-
-def read_many(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Read many pictures, several at a time: decoding leaves Python free meanwhile."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(read, items))
 
 
 def one_line(error: BaseException) -> str:

@@ -26,9 +26,9 @@ from polyfed.data.files import (
     one_line,
     read_class_folders,
     read_idx_folder,
-    read_many,
     read_npz,
 )
+from polyfed.data.reading import Decoded, decoded_once, read_many
 from polyfed.errors import InputError, unknown_name
 
 FOLDER_VARIABLE = "POLYFED_DATA"
@@ -165,13 +165,21 @@ def _flowers(source: Source, folder: Path, download: bool) -> Dataset:
         colours = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
         return np.asarray(colours).transpose(2, 0, 1)
 
-    with _fetching(source, folder, download):
-        kinds = ("train", "val", "test")
-        parts = [datasets.Flowers102(folder, split=kind, transform=resized, download=download) for kind in kinds]
+    def decode() -> Decoded:
+        with _fetching(source, folder, download):
+            kinds = ("train", "val", "test")
+            parts = [datasets.Flowers102(folder, split=kind, transform=resized, download=download) for kind in kinds]
         places = [(part, position) for part in parts for position in range(len(part))]
-        samples = read_many(lambda place: place[0][place[1]], places)
-    images = torch.from_numpy(np.stack([image for image, _ in samples]))
-    return source.dataset(images, torch.tensor([label for _, label in samples]), official_test=len(parts[-1]))
+        try:
+            samples = read_many(lambda place: place[0][place[1]], places, source.name)
+        except (OSError, SyntaxError) as error:
+            raise InputError(
+                f"a picture of '{source.name}' in {folder} cannot be read ({one_line(error)}): fetch the files again."
+            ) from error
+        images = torch.from_numpy(np.stack([image for image, _ in samples]))
+        return images, torch.tensor([label for _, label in samples]), len(parts[-1])
+
+    return source.dataset(*decoded_once(folder / "flowers-102", (height, width), decode))
 
 
 def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
@@ -183,7 +191,9 @@ def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
             f"http://cs231n.stanford.edu in {folder}, or name another folder with {FOLDER_VARIABLE}."
         )
     height, width = source.input_shape[1:]
-    return source.dataset(*read_class_folders(place, (height, width), source.name))
+    return source.dataset(
+        *decoded_once(place, (height, width), lambda: (*read_class_folders(place, (height, width), source.name), 0))
+    )
 
 
 def _own_file(source: Source, folder: Path, download: bool) -> Dataset:

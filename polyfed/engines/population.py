@@ -36,6 +36,13 @@ class Population:
     """Remarks on the data, for the run's record."""
     _parameters: dict[str, int] = field(default_factory=dict, repr=False)
 
+    def __repr__(self) -> str:
+        networks = ", ".join(dict.fromkeys(architecture.name for architecture in self.architectures))
+        return (
+            f"Population({len(self.data)} clients with {networks}, {self.method.name} on '{self.dataset.name}', "
+            f"{self.device})"
+        )
+
     @property
     def task(self) -> Task:
         return self.method.task

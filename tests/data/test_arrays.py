@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import polyfed
 from polyfed.data import from_arrays
 from polyfed.data.arrays import channel_statistics
 from polyfed.errors import InputError
+from tests import support
 
 GENERATOR = np.random.default_rng(0)
 COLOUR = GENERATOR.integers(0, 256, (6, 3, 8, 9), dtype=np.uint8)
@@ -128,3 +130,23 @@ def test_test_arrays_must_be_complete_and_alike() -> None:
         from_arrays(COLOUR, LABELS, COLOUR[:, :, :4], LABELS)
     with pytest.raises(InputError, match="make them alike"):
         from_arrays(COLOUR, LABELS, COLOUR / 255, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((32, 32, 3), r"channels last: give them first, x.transpose\(0, 3, 1, 2\)"),
+        ((28, 28), r"without a channel: give them one, x\[:, None\]"),
+        ((1, 8, 8), "at least 16x16 pixels, .* enlarge them"),
+    ],
+)
+def test_float_images_in_another_layout_get_the_right_advice(shape: tuple[int, ...], words: str) -> None:
+    data = from_arrays(GENERATOR.random((30, *shape)), np.arange(30) % 3)
+    with pytest.raises(InputError, match=words):
+        polyfed.run("standalone", data=data, models="cnn5", clients=2)
+
+
+def test_a_network_that_wants_channels_last_gets_them() -> None:
+    data = from_arrays(GENERATOR.random((30, 8, 8, 3)), np.arange(30) % 3)
+    result = polyfed.run("standalone", data=data, models=support.Wide, clients=2, rounds=1, device="cpu")
+    assert result.population.dataset.input_shape == (8, 8, 3)
