@@ -115,7 +115,7 @@ def channels_first(images: Tensor) -> Tensor:
 
 @contextmanager
 def layout_hint(dataset: Dataset) -> Iterator[None]:
-    """If a network refuses samples inside, and these are float images in another layout, say that instead.
+    """If a network refuses samples inside, and these are float images in another layout, say that.
 
     Float data are used as they are, because a user's own network may want them like that.
     """
@@ -131,7 +131,8 @@ def layout_hint(dataset: Dataset) -> Iterator[None]:
             remedy = "look like images without a channel: give them one, x[:, None]"
         else:
             raise
-        raise InputError(f"float samples of '{dataset.name}' have the shape {shape} and {remedy}.") from error
+        reason = str(error).removesuffix(".").removesuffix(": enlarge them")
+        raise InputError(f"{reason}; float samples of '{dataset.name}' {remedy}.") from error
 
 
 def _images(x: Array, name: str) -> Tensor:

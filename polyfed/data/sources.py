@@ -7,7 +7,7 @@ import os
 import socket
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from http.client import HTTPException
@@ -78,7 +78,9 @@ class Source:
     layout: str = ""
     """What the folder of datasets may hold besides NAME.npz, in words."""
 
-    def dataset(self, images: Tensor, labels: Tensor, official_test: int = 0) -> Dataset:
+    def dataset(
+        self, images: Tensor, labels: Tensor, official_test: int = 0, class_names: Sequence[str] | None = None
+    ) -> Dataset:
         """A dataset with this source's name, classes and normalisation."""
         if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.input_shape:
             raise InputError(
@@ -92,7 +94,16 @@ class Source:
                 f"them for testing, but {len(images)} of {found} classes with {official_test} for testing were found "
                 f"under its name: complete the files, or use other data as npz:PATH."
             )
-        return Dataset(self.name, images, labels, self.classes, *self.normalisation, official_test, pools_test=True)
+        return Dataset(
+            self.name,
+            images,
+            labels,
+            self.classes,
+            *self.normalisation,
+            official_test,
+            pools_test=True,
+            class_names=tuple(class_names or ()),
+        )
 
 
 def default_folder() -> Path:
@@ -118,8 +129,7 @@ def load_dataset(name: str, folder: Path | str | None = None, download: bool = T
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
     if not own and archive.is_file():
-        images, labels, official_test, _ = read_npz(archive, source.name)
-        return source.dataset(images, labels, official_test)
+        return source.dataset(*read_npz(archive, source.name))
     return source.load(replace(source, name=name) if own else source, place, download)
 
 
@@ -208,7 +218,7 @@ def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, do
     with _fetching(source, folder, download):
         train, test = (kind(folder, train=part, download=download) for part in (True, False))
         x, y, x_test, y_test = (torch.as_tensor(a) for a in (train.data, train.targets, test.data, test.targets))
-    return source.dataset(*join_arrays(x, y, x_test, y_test, source.name))
+    return source.dataset(*join_arrays(x, y, x_test, y_test, source.name), getattr(train, "classes", None))
 
 
 @contextmanager

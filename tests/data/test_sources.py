@@ -141,12 +141,14 @@ def test_torchvision_arrays_are_joined(tmp_path: Path, monkeypatch: pytest.Monke
             count = 20 if train else 10
             self.data = np.full((count, 32, 32, 3), 1 if train else 2, np.uint8)
             self.targets = [position % 10 for position in range(count)]
+            self.classes = list("abcdefghij")
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Cifar)
     expect(monkeypatch, "cifar10", 30, 10, 10)
     dataset = load_dataset("cifar10", tmp_path)
     assert dataset.images.shape == (30, 3, 32, 32) and dataset.official_test == 10
     assert dataset.images[:, 0, 0, 0].tolist() == [1] * 20 + [2] * 10
+    assert dataset.class_names == tuple("abcdefghij")
 
 
 def test_flowers_are_resized_and_end_with_their_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
