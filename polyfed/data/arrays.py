@@ -189,7 +189,7 @@ def _labels(y: Array, name: str) -> Tensor:
             f"sample."
         )
     if tensor.is_floating_point():
-        wrong = torch.nonzero(tensor != tensor.round()).flatten()  # NaN is unequal to itself, so it is found too
+        wrong = torch.nonzero((tensor != tensor.round()) | ~torch.isfinite(tensor)).flatten()
         if len(wrong):
             first = int(wrong[0])
             raise InputError(
@@ -209,7 +209,11 @@ def _tensor(values: Array, what: str, name: str) -> Tensor:
         raise InputError(
             f"dataset '{name}' has {what} of different shapes: give one array, so resize the samples first."
         ) from None
-    if what == "labels" and (array.dtype.kind in "US" or (array.dtype == object and isinstance(array.flat[0], str))):
+    if (
+        what == "labels"
+        and array.size
+        and (array.dtype.kind in "US" or (array.dtype == object and isinstance(array.flat[0], str)))
+    ):
         raise text_labels(name, str(array.flat[0]))
     try:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))

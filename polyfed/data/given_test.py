@@ -7,13 +7,12 @@ from typing import Literal, get_args
 import numpy as np
 
 from polyfed.data.dataset import ClientData, Dataset
+from polyfed.data.owners import NOBODY
 from polyfed.data.splits import OFFICIAL_SPLIT, Integers, parse_split
 from polyfed.errors import InputError, unknown_name
 
 TestSet = Literal["auto", "apart", "pooled"]
 """How to treat a dataset's own test set."""
-
-NOBODY = -1
 
 
 def chosen_test_set(dataset: Dataset, split: str, wish: str) -> Literal["apart", "pooled", "none"]:

@@ -83,7 +83,8 @@ def partition(
     """
     if kind not in PARTITIONS:
         raise unknown_name("partition", kind, PARTITIONS)
-    apart = chosen_test_set(dataset, split, test_set) == "apart"
+    by_code = split.lower() == OFFICIAL_SPLIT
+    apart = chosen_test_set(dataset, split, test_set) == "apart" and not by_code
     labels = np.asarray(dataset.labels.cpu().numpy(), dtype=np.int64)
     dealt = labels[: len(labels) - dataset.official_test] if apart else labels
     _check(dataset, len(dealt), kind, clients, alpha, minimum, compat)
@@ -91,7 +92,7 @@ def partition(
         _check_classes_per_client(dataset, dealt, classes_per_client)
     ratio = parse_split(split)
     generator = numpy_generator(seed, "partition")
-    if split.lower() == OFFICIAL_SPLIT:
+    if by_code:
         if kind != "shares":
             raise InputError(f"split '{OFFICIAL_SPLIT}' exists for the partition shares only: give a ratio for {kind}.")
         owners, parts = _official_parts(dataset, labels, clients, classes_per_client, compat, generator)

@@ -153,7 +153,7 @@ def _mnist_like(source: Source, folder: Path, download: bool) -> Dataset:
     found = find_idx_folder(places)
     if found is None:
         return _torchvision_pair(source, kind, folder, download)
-    return source.dataset(*join_arrays(*read_idx_folder(found), source.name))
+    return source.dataset(*join_arrays(*read_idx_folder(found), source.name), kind.classes)
 
 
 def _cifar(source: Source, folder: Path, download: bool) -> Dataset:

@@ -103,6 +103,8 @@ def test_floats_and_truths_are_labels_if_they_are_whole() -> None:
         (COLOUR, LABELS - 1, "from -1 to 1"),
         (COLOUR, LABELS + np.eye(6)[4] / 2, "label 1.5 at index 4, but polyfed classifies"),
         (COLOUR, np.where(LABELS == 2, np.nan, LABELS), "label nan at index 2, but polyfed classifies"),
+        (COLOUR, np.where(LABELS == 2, np.inf, LABELS), "label inf at index 2, but polyfed classifies"),
+        (COLOUR, LABELS[:0].astype(str), "labels of type"),
         (COLOUR, np.eye(6, dtype=int), r"shape \(6, 6\): give one whole number .* y.argmax\(1\)"),
         (COLOUR, LABELS.astype(str), "texts, such as '0': number them"),
         (COLOUR, LABELS.astype(str).astype(object), "texts, such as '0': number them"),
