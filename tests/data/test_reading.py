@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 from polyfed.data import SOURCES, files, load_dataset
@@ -86,6 +87,29 @@ def test_tiny_imagenet_is_decoded_once(tmp_path: Path, monkeypatch: pytest.Monke
     first = load_dataset("tiny-imagenet", tmp_path)
     monkeypatch.setattr(files, "read_picture", lambda *given: pytest.fail("a picture was decoded again"))
     assert torch.equal(load_dataset("tiny-imagenet", tmp_path).images, first.images)
+
+
+def test_flowers_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flowers:
+        def __init__(self, root: Path, split: str, transform: object, download: bool) -> None:
+            (root / "flowers-102").mkdir(exist_ok=True)
+            (root / "flowers-102" / "setid.mat").touch()
+            self.transform = transform
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple[object, int]:
+            return self.transform(Image.new("RGB", (90, 70), (index, 0, 0))), index  # type: ignore[operator]
+
+    small = replace(SOURCES["flowers102"], samples=6, classes=2, test_samples=2)
+    monkeypatch.setitem(SOURCES, "flowers102", small)
+    monkeypatch.setattr(torchvision.datasets, "Flowers102", Flowers)
+    first = load_dataset("flowers102", tmp_path)
+    monkeypatch.setattr(Flowers, "__getitem__", lambda *given: pytest.fail("a picture was decoded again"))
+    again = load_dataset("flowers102", tmp_path)
+    assert torch.equal(again.images, first.images) and torch.equal(again.labels, first.labels)
+    assert again.official_test == first.official_test == 2
 
 
 def test_a_listener_hears_of_the_start_and_the_end() -> None:
