@@ -5,13 +5,17 @@ READY := $(VENV)/ready
 TESTED := $(VENV)/ready-for-tests
 PICTURES := $(VENV)/ready-for-pictures
 
-.PHONY: demo test lint bench learn clean
+.PHONY: demo test test-long lint bench learn clean
 
 demo: $(READY)
 	$(VENV)/bin/polyfed run fedproto --rounds 15
 
 test: $(TESTED)
 	$(VENV)/bin/python -m pytest
+
+# What takes minutes: kills and power cuts at every file operation, ten thousand mutated replies
+test-long: $(TESTED)
+	$(VENV)/bin/python -m pytest -m long
 
 lint: $(TESTED)
 	$(VENV)/bin/ruff check .

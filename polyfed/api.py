@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from safetensors.torch import load_file
 
-from polyfed.assemble import PYTHON, assemble
-from polyfed.compute import machine_name
+from polyfed.assemble import PYTHON, assemble, facts
+from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment
 from polyfed.data import Dataset, no_dataset
 from polyfed.engines import Population, new_engine
 from polyfed.engines.population import state_of
-from polyfed.errors import InputError, RunError
+from polyfed.errors import DivergedError, InputError, RunError
 from polyfed.federation import Federation, Watcher
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.predictions import Prediction, as_input, prediction
-from polyfed.records import RunFolder
+from polyfed.records import Restored, RunFolder
 from polyfed.report.progress import watched
+from polyfed.resuming import changed_settings, check_trusted, differences, located
 from polyfed.scores import percent
 
 
@@ -34,7 +36,8 @@ class Result:
 
     folder: RunFolder
     summary: dict[str, Any]
-    population: Population = field(repr=False)
+    _assemble: Callable[[], Population] = field(repr=False)
+    """Numbers are read without data and networks; models need both."""
     _temporary: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -43,6 +46,11 @@ class Result:
             f"Result({numbers['method']}: accuracy {percent(numbers['accuracy_final'])} after {numbers['rounds']} "
             f"rounds, in '{self.folder.path}')"
         )
+
+    @cached_property
+    def population(self) -> Population:
+        """The clients with their data and networks."""
+        return self._assemble()
 
     @property
     def rounds(self) -> pd.DataFrame:
@@ -61,11 +69,8 @@ class Result:
 
     def network(self, client: int) -> ClientNetwork:
         """A client's private model and what the method keeps beside it, in evaluation mode."""
-        file = self.folder.path / "models" / f"client-{client:04d}.safetensors"
-        if not file.exists():
-            raise InputError(f"there is no client {client}; the run has {len(self.population.data)} clients, from 0.")
+        saved = self.folder.model_state(client)
         network = self.population.new_network(client).cpu()
-        saved = load_file(file)
         with torch.no_grad():
             for name, tensor in state_of(network).items():
                 tensor.copy_(saved[name])
@@ -89,7 +94,7 @@ class Result:
     @property
     def models(self) -> list[SplitNetwork]:
         """All clients' private models."""
-        return [self.model(client) for client in range(len(self.population.data))]
+        return [self.model(client) for client in range(len(self.folder.clients()))]
 
 
 def run(
@@ -97,7 +102,7 @@ def run(
     *,
     data: str | Dataset = "digits",
     models: Models = "papers",
-    out: str | Path | None = None,
+    out: str | Path | Callable[[], Path] | None = None,
     watcher: Watcher | None = None,
     progress: bool | None = None,
     **settings: Any,
@@ -106,9 +111,9 @@ def run(
 
     `method` is a name, or a mapping with a name and options. `data` is a name or a `Dataset` (`polyfed.from_arrays`
     makes one), `models` names, classes, factories or networks. `settings` are the fields of `polyfed.Experiment`,
-    and `epochs`, `batch_size`, `lr` and `preset`. Without `out` the run's folder is temporary and lives as long as the
-    result. On a terminal and in a notebook a bar shows how the run goes on, unless `progress` is False or `watcher`
-    is told.
+    and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or a function that names one when the run
+    begins; without it the folder is temporary and lives as long as the result. On a terminal and in a notebook a bar
+    shows how the run goes on, unless `progress` is False or a `watcher` is told.
 
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
@@ -121,7 +126,7 @@ def _run(
     method: str | Mapping[str, Any],
     data: str | Dataset,
     models: Models,
-    out: str | Path | None,
+    out: str | Path | Callable[[], Path] | None,
     watcher: Watcher,
     settings: Mapping[str, Any],
 ) -> Result:
@@ -135,11 +140,13 @@ def _run(
         models=models if isinstance(models, str) else PYTHON + ",".join(a.name for a in resolve(models)),
         **settings,
     )
-    population = assemble(config, None if isinstance(data, str) else data, None if isinstance(models, str) else models)
+    own_data, own_models = None if isinstance(data, str) else data, None if isinstance(models, str) else models
+    with enough_memory("the experiment"):
+        population = assemble(config, own_data, own_models)
     temporary = tempfile.TemporaryDirectory(prefix="polyfed-run-") if out is None else None
-    folder = RunFolder.create(Path(temporary.name if temporary else str(out)), config)
+    folder = _create(temporary.name if temporary else out, config, facts(population))
     with folder.owned():
-        return _go(config, population, folder, watcher, temporary)
+        return _go(config, population, folder, watcher, temporary=temporary)
 
 
 def resume(
@@ -149,22 +156,71 @@ def resume(
     models: Models | None = None,
     watcher: Watcher | None = None,
     progress: bool | None = None,
+    rounds: int | None = None,
+    from_round: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    repair: bool = False,
+    trust: bool = False,
 ) -> Result:
-    """Go on with an unfinished run; a finished one is only read. `data` and `models` as they were if from Python."""
+    """Go on with an unfinished run; a finished one is only read. `data` and `models` as they were if from Python.
+
+    `rounds` lets the run, finished or not, go on to that many. `from_round` goes back to the checkpoint of that round,
+    from which on other `settings` of the training or the method may hold. `repair` lets clients whose states are lost
+    start from their first weights. `trust` allows to import the code that the run's settings name.
+    """
     with watched(watcher, progress) as told:
-        return _resume(path, data, models, told)
+        return _resume(path, data, models, told, rounds, from_round, settings or {}, repair=repair, trust=trust)
 
 
-def _resume(path: str | Path, data: Dataset | None, models: Models | None, watcher: Watcher) -> Result:
+def _resume(
+    path: str | Path,
+    data: Dataset | None,
+    models: Models | None,
+    watcher: Watcher,
+    rounds: int | None,
+    from_round: int | None,
+    settings: Mapping[str, Any],
+    *,
+    repair: bool,
+    trust: bool,
+) -> Result:
     if not isinstance(data, Dataset | None):
         raise no_dataset(data)
     folder = RunFolder.open(Path(path))
-    config = folder.config
-    population = assemble(config, data, models)
+    before = folder.config
+    config = changed_settings(before, rounds, settings)
+
+    def people() -> Population:
+        check_trusted(config, folder.path / "config.yaml", trust=trust, given=models is not None)
+        with enough_memory("the experiment"):
+            return assemble(located(config, folder.began_in), data, models)
+
+    longer = rounds is not None and folder.finished and rounds > before.rounds
+    if folder.finished and not longer:
+        if rounds not in (None, before.rounds) or from_round is not None or settings:
+            raise InputError(
+                f"the run in '{path}' is finished, after round {before.rounds}: it can only go on to more rounds "
+                f"(--rounds {2 * before.rounds}), or run again from its config.yaml."
+            )
+        folder.tidy()
+        for problem in folder.damage():
+            watcher.on_note(problem)
+        return Result(folder, folder.summary(), people)
+    folder.check_settings(before)
+    population = people()
+    folder.check_facts(facts(population))
     with folder.owned():
-        if folder.finished:
-            return Result(folder, folder.summary(), population)
-        return _go(config, population, folder, watcher, None)
+        if folder.finished and longer:
+            folder.reopen()
+        return _go(config, population, folder, watcher, before=before, from_round=from_round, repair=repair)
+
+
+def _create(out: str | Path | Callable[[], Path] | None, config: Experiment, found: Mapping[str, str]) -> RunFolder:
+    try:
+        path = out() if callable(out) else Path(str(out))
+    except OSError as error:
+        raise InputError(f"can't make a folder for the run: {error}; choose another one (--out).") from error
+    return RunFolder.create(path, config, found)
 
 
 def _go(
@@ -172,35 +228,91 @@ def _go(
     population: Population,
     folder: RunFolder,
     watcher: Watcher | None,
-    temporary: tempfile.TemporaryDirectory[str] | None,
+    *,
+    before: Experiment | None = None,
+    from_round: int | None = None,
+    repair: bool = False,
+    temporary: tempfile.TemporaryDirectory[str] | None = None,
 ) -> Result:
-    budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
-    engine = new_engine(config.engine, population, workers=config.workers, memory_budget=budget)
+    """Run all rounds that are left."""
+    if folder.finished:  # by another process, while this one was getting ready
+        return Result(folder, folder.summary(), lambda: population)
+    with explained(folder, config):
+        saved, problems = folder.restore(from_round, repair=repair)
+        _check_rounds(config, saved)
+        if before is not None and before != config:
+            folder.rewrite_config(config)
+        budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
+        engine = new_engine(config.engine, population, workers=config.workers, memory_budget=budget)
+        try:
+            federation = Federation(config, population, engine, folder, watcher)
+            if saved is not None:
+                federation.restore(saved)
+            _record_start(federation, machine_name(population.device), before)
+            for problem in problems:
+                federation.note(problem)
+            summary = federation.run()
+        finally:
+            engine.close()
+    return Result(folder, summary, lambda: population, temporary)
+
+
+def _check_rounds(config: Experiment, saved: Restored | None) -> None:
+    if saved is not None and saved.round > config.rounds:
+        raise InputError(
+            f"the run has already had {saved.round} rounds, more than {config.rounds}: give at least as many, or go "
+            "back to an earlier checkpoint (--from)."
+        )
+
+
+def _record_start(federation: Federation, machine: str, config_before: Experiment | None) -> None:
+    """Record where the run begins or goes on, and what is different from before."""
+    folder, start = federation.folder, federation.server.round
+    earlier = folder.starts()
+    folder.add_start(start, federation.engine.name, machine)
+    if earlier and earlier[-1]["machine"] != machine:
+        federation.note(f"until round {start} the run was on {earlier[-1]['machine']}; it continues on {machine}")
+    if config_before is not None:
+        for change in differences(config_before, federation.config):
+            federation.note(f"from round {start + 1} on, {change}")
+        if config_before.rounds != federation.config.rounds and federation.method.depends_on_rounds:
+            federation.note(
+                f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} "
+                "from the beginning would give other numbers"
+            )
+
+
+@contextmanager
+def enough_memory(what: str) -> Iterator[None]:
+    """Inside, running out of memory is an error in one sentence."""
     try:
-        federation = Federation(config, population, engine, folder, watcher)
-        saved = folder.checkpoints.restore()
-        if saved is not None:
-            federation.restore(saved)
-        start = saved.round if saved else 0
-        folder.keep_until(start)
-        before, machine = folder.starts(), machine_name(population.device)
-        folder.add_start(start, engine.name, machine)
-        if before and before[-1]["machine"] != machine:
-            federation.note(f"until round {start} the run was on {before[-1]['machine']}; it goes on on {machine}")
-        damaged = folder.checkpoints.damaged
-        if damaged:
-            federation.note(f"a checkpoint is damaged, so the run goes on after round {start}: {damaged}")
-        summary = federation.run()
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise RunError(
+            f"{what} does not fit into memory: choose smaller batches (--batch-size), smaller networks or less data, "
+            "or keep fewer clients' states in memory (--set memory_budget=4)."
+        ) from error
+
+
+@contextmanager
+def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
+    """Inside, what ends a run says how to go on with it."""
+    again = f"`polyfed resume {folder.path}`"
+    try:
+        with enough_memory("the run"):
+            yield
     except OSError as error:
         raise RunError(
-            f"the run can't go on: {error.strerror or error}; when that is mended, `polyfed resume {folder.path}` goes "
-            "on from the last checkpoint."
+            f"the run can't go on: {error.strerror or error}; when that is mended, {again} continues from the last "
+            "checkpoint."
         ) from error
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise RunError(
-            "the run does not fit into memory: take smaller batches (--batch-size) or networks, or keep fewer clients' "
-            f"states in memory (--set memory_budget=4); `polyfed resume {folder.path}` goes on from its checkpoint."
+    except DivergedError as error:
+        rounds = folder.checkpoints.rounds()
+        if not rounds:
+            raise
+        raise DivergedError(
+            f"{error} To go back, use `polyfed resume {folder.path} --from {rounds[0]} --set "
+            f"training.lr={config.training.lr / 10:g}`; there are checkpoints of rounds {', '.join(map(str, rounds))}."
         ) from error
-    finally:
-        engine.close()
-    return Result(folder, summary, population, temporary)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from polyfed.compute import set_precision
 from polyfed.config import Experiment
@@ -30,6 +32,7 @@ from polyfed.models import (
     resolve,
     smallest,
 )
+from polyfed.models.factories import FromInstance
 
 PYTHON = "python:"
 """Marks data or networks that were handed over as Python objects, in a run's record."""
@@ -81,6 +84,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     method = chosen(chosen.Config(**config.options), task, config.training)
     for example in examples.values():
         method.client_modules(example)  # what does not fit a network should fail now
+    networks = {name: _look(distinct[name], example) for name, example in examples.items()}
     return Population(
         dataset,
         shares,
@@ -88,10 +92,40 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         method,
         config.seed,
         device,
+        networks,
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
         notes=describe_test_set(dataset, config.split, config.test_set, shares),
     )
+
+
+def facts(population: Population) -> dict[str, str]:
+    """What a run begins with beside its settings, in words: data, partition, networks."""
+    dataset = population.dataset
+    dealt = hashlib.blake2b(digest_size=8)
+    for own in population.data:
+        for part in (own.train, own.validation, own.test):
+            dealt.update(len(part).to_bytes(8, "little") + part.numpy().tobytes())
+    data = _hash({"images": dataset.images, "labels": dataset.labels}, values=True)
+    return {
+        "the data": f"{len(dataset)} samples of shape {dataset.input_shape} in {dataset.classes} classes (hash {data})",
+        "the partition": f"one with hash {dealt.hexdigest()}",
+        **{f"the network {name}": f"one with hash {look}" for name, look in population.networks.items()},
+    }
+
+
+def _look(architecture: Architecture, example: SplitNetwork) -> str:
+    """What a network looks like; with its weights if they were given and are not drawn."""
+    return _hash(example.state_dict(), values=isinstance(architecture.maker, FromInstance))
+
+
+def _hash(tensors: Mapping[str, Tensor], *, values: bool) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        if values:
+            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def find_device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from polyfed.methods.base import Training
 from polyfed.records import RunFolder
 from polyfed.report import tables
 from polyfed.report.progress import BarProgress, LineProgress, QuietProgress, bench_line, plain_console
+from polyfed.resuming import check_trusted
 
 app = typer.Typer(
     help="Model-heterogeneous personalised federated learning.",
@@ -36,6 +38,7 @@ app = typer.Typer(
 out_console = plain_console()
 error_console = plain_console(stderr=True)
 
+TRUST = typer.Option("--trust", help="import the networks that the file names as package.module:name")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
@@ -94,6 +97,7 @@ def run(
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="the run's folder (default: a new one under runs/)")
     ] = None,
+    trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
     """Run one experiment: one method on one federation."""
@@ -109,6 +113,8 @@ def run(
     changes = merged(changes, parse_settings(settings or []))
     if method.endswith((".yaml", ".yml")):
         config = read_experiment(Path(method), **changes)
+        if "models" not in changes:
+            check_trusted(config, Path(method), trust=trust)
     elif (Path(method) / "config.yaml").is_file():
         raise InputError(
             f"'{method}' is the folder of a run: go on with it by `polyfed resume {method}`, or run it again by "
@@ -118,20 +124,37 @@ def run(
         config = checked(**merged({"method": method}, changes))
     if out is not None and not out.strip():
         raise InputError("--out is empty: name the run's folder, or leave --out away for a new one under runs/.")
-    folder = Path(out) if out else _new_folder(config)
     values = config.model_dump()
-    _show(quiet, folder, lambda watcher: api.run(**values, out=folder, watcher=watcher))
+    folder = Path(out) if out else NextFolder(config)
+    _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))
 
 
 @app.command()
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of an unfinished run")],
+    rounds: Annotated[int | None, typer.Option(help="go on to so many rounds, also if the run is finished")] = None,
+    from_round: Annotated[
+        int | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME or training.NAME from now on")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="let clients whose states are lost start from their first weights")
+    ] = False,
+    trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Go on with an interrupted run."""
-    if RunFolder.open(path).finished and not quiet:
+    """Go on with an interrupted run, or with a finished one to more rounds."""
+    if RunFolder.open(path).finished and rounds is None and not quiet:
         out_console.print("This run is already finished.")
-    _show(quiet, path, lambda watcher: api.resume(path, watcher=watcher))
+    changes = parse_settings(settings or [])
+    _show(
+        quiet,
+        lambda watcher: api.resume(
+            path, watcher=watcher, rounds=rounds, from_round=from_round, settings=changes, repair=repair, trust=trust
+        ),
+    )
 
 
 @app.command()
@@ -180,7 +203,7 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except PolyfedError as error:
-        _end(str(error), 130 if isinstance(error, Interrupted) else error.exit_status)
+        _end(str(error), error.exit_status)
     except (KeyboardInterrupt, typer.Abort):
         _end("stopped.", 130)
     except Exception as error:
@@ -208,19 +231,25 @@ def _usage(error: Any) -> str:
     return f"{words[:1].lower()}{words[1:]}; `{command} --help` tells what there is."
 
 
-def _show(quiet: bool, folder: Path, work: Callable[[Watcher], api.Result]) -> None:
+def _show(quiet: bool, work: Callable[[Watcher], api.Result]) -> None:
     kind = QuietProgress if quiet else BarProgress if out_console.is_terminal else LineProgress
     watcher = kind(out_console)
     try:
         with watcher.watching():
             result = work(watcher)
+    except Interrupted as error:
+        if watcher.terminated:
+            error.exit_status = 143  # as the shell says it
+        raise
     except KeyboardInterrupt:
-        if not (folder / "config.yaml").exists():
-            raise Interrupted("stopped before the run began; nothing was written.") from None
-        raise Interrupted(f"stopped at once; `polyfed resume {folder}` goes on from the last checkpoint.") from None
+        again = f"; `polyfed resume {watcher.folder}` continues from the last checkpoint" if watcher.folder else ""
+        stopped = Interrupted(f"stopped {'at once' if watcher.folder else 'before the run began'}{again}.")
+        if watcher.terminated:
+            stopped.exit_status = 143
+        raise stopped from None
     if not quiet:
         out_console.print(tables.summary_table(result.summary))
-    out_console.print(str(folder), soft_wrap=True)
+    out_console.print(str(result.folder.path), soft_wrap=True)
 
 
 def _number(name: str, text: str) -> Any:
@@ -256,14 +285,20 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     return changes
 
 
-def _new_folder(config: Experiment) -> Path:
-    """A folder under runs/ that does not exist yet."""
-    data = Path(config.data.partition(":")[2]).stem if ":" in config.data else config.data
-    stem = f"{config.method['name']}-{data}-seed{config.seed}"
-    number = 1
-    while (path := Path("runs") / (stem if number == 1 else f"{stem}-{number}")).exists():
-        number += 1
-    return path
+class NextFolder:
+    """Names a new folder under runs/ when the run begins; no other process gets the same one."""
+
+    def __init__(self, config: Experiment) -> None:
+        data = Path(config.data.partition(":")[2]).stem if ":" in config.data else config.data
+        self._stem = f"{config.method['name']}-{data}-seed{config.seed}"
+
+    def __call__(self) -> Path:
+        for number in itertools.count(1):
+            path = Path("runs") / (self._stem if number == 1 else f"{self._stem}-{number}")
+            with suppress(FileExistsError):
+                path.mkdir(parents=True)
+                break
+        return path
 
 
 def _print(as_json: bool, values: list[dict[str, Any]], *shown: Any) -> None:

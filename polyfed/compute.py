@@ -31,6 +31,13 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this error says that memory is short; PyTorch has no type of its own for that on a CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def set_precision(device: torch.device, *, tf32: bool) -> None:
     """How precisely a GPU multiplies 32-bit floats; and let it try which of its convolutions is the fastest."""
     if device.type == "cuda":

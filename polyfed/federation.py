@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from polyfed.compute import out_of_memory
 from polyfed.config import Experiment
 from polyfed.engines import Engine, Evaluation, Population
-from polyfed.errors import BadMessage, RunError
+from polyfed.engines.population import state_of
+from polyfed.errors import BadMessage, InputError, RunError
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply, Server
 from polyfed.records import Restored, RunFolder
@@ -24,6 +29,8 @@ class Watcher:
 
     stop_requested = False
     """Set it, and the run ends after the round in progress, with a checkpoint."""
+    folder: Path | None = None
+    """The run's folder, as soon as there is one."""
 
     def on_start(self, config: Experiment, first_round: int) -> None: ...
 
@@ -37,6 +44,8 @@ class Watcher:
 
 class Interrupted(RunError):
     """The run was asked to stop and can be resumed."""
+
+    exit_status = 130
 
 
 class Federation:
@@ -56,6 +65,7 @@ class Federation:
         self.engine = engine
         self.folder = folder
         self.watcher = watcher or Watcher()
+        self.watcher.folder = folder.path
         self.progress = Progress()
         self.server = Server(config.seed, population.device)
         self.method.start(self.server)
@@ -67,12 +77,29 @@ class Federation:
         """Go on where a checkpoint stands."""
         self.server.round = saved.round
         modules = {name: t for name, t in saved.server.items() if name.startswith("modules.")}
-        self.server.modules.load_state_dict({name.removeprefix("modules."): t for name, t in modules.items()})
+        try:
+            self.server.modules.load_state_dict({name.removeprefix("modules."): t for name, t in modules.items()})
+        except RuntimeError as error:
+            raise self._misfit("the server") from error
         self.server.state = {n.removeprefix("state."): t for n, t in saved.server.items() if n not in modules}
         self.progress = Progress.from_dict(saved.progress)
+        expected: dict[str, dict[str, torch.Size]] = {}
         for client, state in saved.clients.items():
+            if client >= len(self.population.data):
+                raise self._misfit(f"client {client}")
+            name = self.population.architectures[client].name
+            if name not in expected:
+                expected[name] = _shapes(state_of(self.population.new_network(client)))
+            if _shapes(state) != expected[name]:
+                raise self._misfit(f"client {client}")
             self.engine.set_state(client, state)
         self.engine.mark_saved()
+
+    def _misfit(self, whose: str) -> InputError:
+        return InputError(
+            f"the checkpoint's state of {whose} does not fit the run's networks and method: resume with the settings "
+            "that the run had, or start a new one."
+        )
 
     def run(self) -> dict[str, Any]:
         """Run all rounds that are left and return the summary."""
@@ -94,21 +121,28 @@ class Federation:
     def checkpoint(self) -> None:
         """Write a checkpoint of the last finished round."""
         begin = time.perf_counter()
-        server: State = {f"state.{name}": tensor for name, tensor in self.server.state.items()}
-        server |= {f"modules.{name}": tensor for name, tensor in self.server.modules.state_dict().items()}
         try:
-            self.folder.checkpoints.save(
+            self.folder.save(
                 self.server.round,
-                server,
+                self._server_state(),
                 self.progress.to_dict(),
                 self.engine.changed_clients(),
                 self.engine.get_state,
             )
             self.engine.mark_saved()
-        except OSError as error:  # a full disk must not end a run: the checkpoint before is still there
-            self.note(f"the checkpoint of round {self.server.round} could not be written ({error.strerror})")
+        except (OSError, MemoryError, RuntimeError) as error:
+            # A full disk or a lack of memory must not end a run: the checkpoint before is still there.
+            if not isinstance(error, OSError) and not out_of_memory(error):
+                raise
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else "out of memory"
+            self.note(f"the checkpoint of round {self.server.round} could not be written ({reason})")
         self._last_checkpoint = time.perf_counter()
         self._checkpoint_seconds = self._last_checkpoint - begin
+
+    def _server_state(self) -> State:
+        """All that the server remembers, as named tensors."""
+        state: State = {f"state.{name}": tensor for name, tensor in self.server.state.items()}
+        return state | {f"modules.{name}": tensor for name, tensor in self.server.modules.state_dict().items()}
 
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round."""
@@ -154,8 +188,9 @@ class Federation:
         if len(sound) >= self.config.min_replies:
             self.method.aggregate(self.server, sound)
         notes = [f"client {reply.client}: {note}" for reply in replies for note in reply.notes]
-        for note in notes + self.server.notes:
+        for note in notes + self.engine.notes + self.server.notes:
             self.note(note)
+        self.engine.notes.clear()
         self.server.notes.clear()
         costs = {
             "upload_floats": sum(reply.message.floats for reply in replies),
@@ -235,8 +270,6 @@ class Federation:
     def _finish(self) -> dict[str, Any]:
         rows = []
         for client, data in enumerate(self.population.data):
-            state = self.engine.get_state(client)
-            self.folder.write_model(client, state)
             best = self.progress.clients[client]
             rows.append(
                 {
@@ -252,7 +285,6 @@ class Federation:
                     "accuracy_best": best.best,
                 }
             )
-        self.folder.write_clients(rows)
         best = self.progress.federation
         summary = {
             "method": self.method.name,
@@ -265,6 +297,11 @@ class Federation:
             "best_round": best.best_round,
             **self.progress.totals,
         }
-        self.folder.write_summary(summary)
-        self.folder.checkpoints.remove()
+        self.folder.finish(
+            self.server.round, self._server_state(), self.progress.to_dict(), rows, self.engine.get_state, summary
+        )
         return summary
+
+
+def _shapes(state: State) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}

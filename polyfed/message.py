@@ -103,6 +103,11 @@ def state_bytes(state: Mapping[str, Tensor]) -> bytes:
     return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()})
 
 
+def state_size(state: Mapping[str, Tensor]) -> int:
+    """Bytes that a state's tensors take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
 @dataclass(frozen=True)
 class Floats:
     """A float32 tensor of this shape with finite values; a word stands for a size that the sender chooses."""

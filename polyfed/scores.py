@@ -56,6 +56,16 @@ class Best:
         if not self.best_validation >= validation and not math.isnan(validation):
             self.best_validation, self.best_validation_round, self.at_best_validation = validation, round, test
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; JSON has no NaN, so what does not exist is None."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Best:
+        """What `to_dict` gave."""
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
+        return Best(**known)
+
 
 @dataclass
 class Progress:
@@ -76,8 +86,8 @@ class Progress:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         return {
-            "federation": asdict(self.federation),
-            "clients": {str(client): asdict(best) for client, best in self.clients.items()},
+            "federation": self.federation.to_dict(),
+            "clients": {str(client): best.to_dict() for client, best in self.clients.items()},
             "latest": {str(client): asdict(score) for client, score in self.latest.items()},
             "totals": self.totals,
             "stale": sorted(self.stale),
@@ -87,8 +97,8 @@ class Progress:
     def from_dict(values: Mapping[str, Any]) -> Progress:
         """What `to_dict` gave."""
         return Progress(
-            Best(**values["federation"]),
-            {int(client): Best(**best) for client, best in values["clients"].items()},
+            Best.from_dict(values["federation"]),
+            {int(client): Best.from_dict(best) for client, best in values["clients"].items()},
             {int(client): Evaluation(**score) for client, score in values["latest"].items()},
             dict(values["totals"]),
             set(values["stale"]),

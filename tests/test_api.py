@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import polyfed
-from polyfed.records import RunFolder
+from polyfed.records import disk
 from tests import support
 
 PACKAGE = Path(polyfed.__file__).parent
@@ -130,16 +130,16 @@ def test_a_disk_that_is_full_for_good_stops_the_run_with_a_sentence(
     settings = {"method": "standalone", "clients": 2, "rounds": 3, "checkpoint_every": 1, "device": "cpu"}
     whole = polyfed.run(**settings, **own)
 
-    append = RunFolder._append
+    append = disk.append
 
-    def full(self: RunFolder, name: str, text: str) -> None:
-        if text.startswith("2,"):
-            append(self, name, text[:5])
+    def full(path: Path, content: bytes, **options: Any) -> None:
+        if content.startswith(b"2,"):
+            append(path, content[:5])
             raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, name, text)
+        append(path, content, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "_append", full)
+        patch.setattr(disk, "append", full)
         with pytest.raises(polyfed.RunError, match="No space left on device; .*`polyfed resume .*run`"):
             polyfed.run(**settings, **own, out=tmp_path / "run")
     resumed = polyfed.resume(tmp_path / "run", **own)

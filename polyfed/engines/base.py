@@ -26,6 +26,8 @@ class Engine(ABC):
     """Trains and evaluates clients wherever they live. The federation sees messages and counts, never a model."""
 
     name: ClassVar[str]
+    notes: list[str]
+    """What the federation should record of the engine itself; it takes them out after every round."""
 
     @abstractmethod
     def train(
@@ -68,13 +70,14 @@ class LocalEngine(Engine):
 
     def __init__(self, population: Population, *, memory_budget: int | None = None) -> None:
         self.population = population.on_device()
+        self.notes = []
         self._first: dict[str, State] = {}
         self._networks: dict[str, ClientNetwork] = {}
         self._beginners = Counter(architecture.name for architecture in population.architectures)
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
-        self.store = ClientStore(self._first_state, budget, str(population.device))
+        self.store = ClientStore(self._first_state, budget, str(population.device), self.notes.append)
 
     def changed_clients(self) -> set[int]:
         return set(self.store.changed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,6 +28,8 @@ class Population:
     method: Method
     seed: int
     device: torch.device
+    networks: Mapping[str, str] = field(default_factory=dict)
+    """By architecture, what its network looks like: a hash of its state's names, shapes and types."""
     own_start: bool = False
     """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
     test_set: str = "none"

@@ -5,33 +5,41 @@ A client that never took part has no state of its own yet and costs nothing. Use
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from polyfed.message import State
+from polyfed.engines.scratch import ScratchFolder, remove_abandoned
+from polyfed.message import State, state_bytes, state_size
 
 
 class ClientStore:
     """Personal states by client number, the least recently used on disk when memory is short."""
 
-    def __init__(self, initial: Callable[[int], State], budget: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        initial: Callable[[int], State],
+        budget: int,
+        device: str = "cpu",
+        note: Callable[[str], None] = lambda note: None,
+    ) -> None:
         self._initial = initial
-        self._budget = budget
+        self._budget: float = budget
+        self._note = note
         self._device = device
         self._states: OrderedDict[int, State] = OrderedDict()
         self._sizes: dict[int, int] = {}
         self._spilled: set[int] = set()
         self._bytes = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ScratchFolder | None = None
         self._lock = threading.RLock()
         self.changed: set[int] = set()
         """Clients whose state was put here since this set was last cleared."""
+        remove_abandoned()
 
     def get(self, client: int) -> State:
         """The client's state, to read; the first state if it never trained."""
@@ -64,7 +72,7 @@ class ClientStore:
                 self._remove(client)
             self._states[client] = state
             self._spilled.discard(client)
-            self._sizes[client] = size(state)
+            self._sizes[client] = state_size(state)
             self._bytes += self._sizes[client]
             self.changed.add(client)
             while self._bytes > self._budget and len(self._states) > 1:
@@ -78,7 +86,7 @@ class ClientStore:
     def close(self) -> None:
         """Remove what was spilled to disk."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
             self._folder = None
 
     def _remove(self, client: int) -> State:
@@ -86,16 +94,19 @@ class ClientStore:
         return self._states.pop(client)
 
     def _spill(self, client: int) -> None:
-        state = self._remove(client)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, self._file(client))
+        try:
+            self._file(client).write_bytes(state_bytes(self._states[client]))
+        except OSError as error:
+            self._budget = float("inf")
+            self._note(
+                f"clients' states beyond the memory budget can't be written to disk ({error.strerror}), so all stay in "
+                "memory from now on: make room there, or set TMPDIR to a folder on another disk"
+            )
+            return
+        self._remove(client)
         self._spilled.add(client)
 
     def _file(self, client: int) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="polyfed-clients-")
-        return Path(self._folder.name) / f"client-{client:04d}.safetensors"
-
-
-def size(state: State) -> int:
-    """Bytes that a state's tensors take."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+            self._folder = ScratchFolder()
+        return self._folder.path / f"client-{client:04d}.safetensors"

@@ -222,6 +222,8 @@ class Method:
     announces_classes: bool = False
     """Clients tell the server which classes they hold when they join, because `download` depends on it."""
     collect: Collect | None = None
+    depends_on_rounds: ClassVar[bool] = False
+    """What happens in a round depends on how many there are in all."""
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 

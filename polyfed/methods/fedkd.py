@@ -27,6 +27,7 @@ class FedKD(SharedNetwork):
     title = "FedKD"
     paper = "Wu et al., Nature Communications 2022"
     shares = "a small network, compressed"
+    depends_on_rounds = True
 
     class Config(SharedNetwork.Config):
         energy_start: float = Field(

@@ -1,13 +1,15 @@
 """The run folder: what a person needs later, as plain files with stable names and columns.
 
 config.yaml        the complete experiment, with versions; `polyfed run config.yaml` runs it again
+run.json           what the run began with, and its files: how it is recognised, checked and resumed
 rounds.csv         a row per evaluated round
 evaluations.csv    a row per evaluated round, part (test, validation) and rule of prediction
 clients.csv        a row per client, written at the end
 summary.json       the run's result in a few numbers, written at the end
 events.jsonl       everything noteworthy, a line each: where it ran, rounds with their costs, faults, fallbacks
 checkpoint/        where to go on after an interruption; removed at the end
-models/            client-0003.safetensors: each client's private model (`model.…`) and what the method keeps beside it
+models/            client-0003.safetensors: each client's private model (`model.…`) and what the method keeps beside it;
+                   files of many clients if there are more than a few hundred; server.safetensors: the server's state
 """
 
 from __future__ import annotations
@@ -15,22 +17,34 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
+from safetensors.torch import load
 
 from polyfed.config import Experiment, read_experiment
 from polyfed.errors import InputError
-from polyfed.message import state_bytes
-from polyfed.records import atomic
-from polyfed.records.checkpoint import Checkpoints
+from polyfed.message import State, state_bytes
+from polyfed.records import disk
+from polyfed.records.checkpoint import Checkpoints, Restored
+from polyfed.records.claim import check_free, locked, new_id, read_claim, taken
+from polyfed.records.log import Extent, Log
+from polyfed.records.origin import check_same, fixed_settings
+from polyfed.records.states import (
+    ClientStates,
+    Damaged,
+    Shard,
+    StoredFile,
+    read_client,
+    write_file,
+    write_models,
+)
 
 ROUND_COLUMNS = (
     "round", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile", "loss_mean", "participants",
@@ -43,6 +57,9 @@ CLIENT_COLUMNS = (
     "client", "architecture", "parameters", "train_samples", "validation_samples", "test_samples", "classes",
     "accuracy_final", "accuracy_at_best_validation", "accuracy_best",
 )  # fmt: skip
+LOGS = ("rounds.csv", "evaluations.csv", "events.jsonl")
+NAMES = ("config.yaml", "run.json", *LOGS, "clients.csv", "summary.json", "checkpoint", "models")
+"""Everything that a run writes into its folder."""
 
 
 class RunFolder:
@@ -50,21 +67,38 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = Checkpoints(path / "checkpoint")
+        self._content = read_claim(self.path)
+        self.checkpoints = Checkpoints(path / "checkpoint", str(self._content.get("id")))
+        self._rounds = self._log("rounds.csv", ROUND_COLUMNS)
+        self._evaluations = self._log("evaluations.csv", EVALUATION_COLUMNS)
+        self._events = self._log("events.jsonl", ())
+        self._logs = {log.path.name: log for log in (self._rounds, self._evaluations, self._events)}
 
     @classmethod
-    def create(cls, path: Path, config: Experiment) -> RunFolder:
-        """A new run's folder; one that already holds a run is not touched."""
-        if (path / "config.yaml").exists():
-            raise InputError(
-                f"'{path}' already holds a run; go on with `polyfed resume {path}` or choose another folder (--out)."
-            )
+    def create(cls, path: Path, config: Experiment, facts: Mapping[str, str] | None = None) -> RunFolder:
+        """A new run's folder. It must be new or empty: nothing that lies there already is touched.
+
+        `facts` say what the run begins with beside its settings; `resume` checks that they are still true.
+        """
+        content = {
+            "id": new_id(),
+            "began_in": str(Path.cwd()),
+            "settings": fixed_settings(config),
+            "facts": dict(facts or {}),
+        }
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            folder = cls(path)
-            folder.checkpoints.remove()  # of a run whose config is gone
-            folder.keep_until(0)
-            atomic.write(path / "config.yaml", config.to_yaml())
+            if not path.is_dir():
+                disk.make_folder(path)
+            with locked(path):
+                disk.remove_unfinished(path, NAMES)
+                check_free(path, LOGS)
+                disk.write_first(path / "run.json", _json(content, indent=2) + "\n")
+                folder = cls(path)
+                for log in folder._logs.values():
+                    log.create()
+                disk.write(path / "config.yaml", config.to_yaml())
+        except FileExistsError as error:  # another process was faster, or it is a file
+            raise taken(path) from error
         except OSError as error:
             raise InputError(f"can't write to '{path}': {error.strerror}; choose another folder (--out).") from error
         return folder
@@ -73,36 +107,32 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         """An existing run's folder."""
         path = Path(path)
-        if not (path / "config.yaml").is_file():
-            raise InputError(f"'{path}' holds no run: it has no config.yaml.")
-        return cls(path)
+        for name in ("config.yaml", "run.json"):
+            if not (path / name).is_file():
+                raise InputError(f"'{path}' holds no run: it has no {name}.")
+        folder = cls(path)
+        if not folder._content:
+            raise InputError(f"'{path / 'run.json'}' is damaged, so the run can't be recognised: put the file back.")
+        return folder
 
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Inside, no other process can go on with this run. One that dies lets go of it."""
-        with (self.path / "config.yaml").open("rb") as file:
-            if sys.platform != "win32":
-                import fcntl
-
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise InputError(
-                        f"another process is working on '{self.path}'; wait until it has ended, or stop it first."
-                    ) from error
-                except OSError:
-                    pass  # a file system without locks
+        with locked(self.path):
+            disk.check_no_links(self.path, NAMES)
+            disk.remove_unfinished(self.path, NAMES)
+            self._content = read_claim(self.path)  # another process may have finished the run meanwhile
             yield
 
     # Writing ----------------------------------------------------------------------------------------------------
 
     def add_round(self, row: Mapping[str, Any]) -> None:
         """Add a row to rounds.csv."""
-        self._append("rounds.csv", _csv([[row[name] for name in ROUND_COLUMNS]]))
+        self._rounds.append(_csv([[row[name] for name in ROUND_COLUMNS]]))
 
     def add_evaluations(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows to evaluations.csv."""
-        self._append("evaluations.csv", _csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
+        self._evaluations.append(_csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
 
     def add_start(self, round: int, engine: str, machine: str) -> None:
         """Record that the run begins, or goes on after that round."""
@@ -111,32 +141,116 @@ class RunFolder:
 
     def add_event(self, kind: str, **details: Any) -> None:
         """Add a line to events.jsonl."""
-        self._append("events.jsonl", _json({"event": kind, **details}) + "\n")
+        self._events.append(_json({"event": kind, **details}) + "\n")
 
-    def write_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write clients.csv."""
-        content = _csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
-        atomic.write(self.path / "clients.csv", content)
+    def save(
+        self,
+        round: int,
+        server: State,
+        progress: Mapping[str, Any],
+        changed: Iterable[int],
+        state: Callable[[int], State],
+    ) -> None:
+        """Write a checkpoint of a finished round, which counts on all records so far."""
+        records = {name: log.sync for name, log in self._logs.items()}
+        self.checkpoints.save(
+            round, server, progress, changed, state, lambda: {name: sync() for name, sync in records.items()}
+        )
+        if not self._content.get("checkpointed"):  # from now on, a run without checkpoints has lost them
+            self._write_content(checkpointed=True)
 
-    def write_model(self, client: int, state: Mapping[str, Tensor]) -> None:
-        """Write a client's private model."""
-        folder = self.path / "models"
-        folder.mkdir(exist_ok=True)
-        atomic.write(folder / f"client-{client:04d}.safetensors", state_bytes(state))
+    def restore(self, round: int | None = None, *, repair: bool = False) -> tuple[Restored | None, list[str]]:
+        """The newest whole checkpoint or that of a round, with all records cut back to it, and what was wrong.
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, the sign of a finished run."""
-        atomic.write(self.path / "summary.json", _json(summary, indent=2) + "\n")
+        None if there has been no checkpoint yet, or for round 0: the run starts from the beginning.
+        """
+        if round == 0:
+            self._write_content(checkpointed=None)
+            self.checkpoints.remove(LOGS)
+            saved = None
+        else:
+            saved = self.checkpoints.restore(round, repair=repair)
+            if saved is None and round is not None:
+                known = ", ".join(str(r) for r in [0, *self.checkpoints.rounds()])
+                raise InputError(f"there is no checkpoint of round {round} in '{self.path}'; there are {known}.")
+            if saved is None and self._content.get("checkpointed"):
+                raise InputError(
+                    f"all checkpoints of '{self.path}' are gone: put the folder 'checkpoint' back if you have it "
+                    "elsewhere, or start the run again from the beginning with --from 0."
+                )
+        if saved is not None and round is not None:
+            self.checkpoints.go_back(saved)
+        notes = list(saved.notes) if saved else []
+        for name, log in self._logs.items():
+            extent = saved.records.get(name) if saved else None
+            notes.append(log.cut(extent, saved.round if saved else 0))
+        return saved, [note for note in notes if note]
 
-    def keep_until(self, round: int) -> None:
-        """Drop all records of later rounds, and a last line that a kill left half written."""
-        for name, columns in (("rounds.csv", ROUND_COLUMNS), ("evaluations.csv", EVALUATION_COLUMNS)):
-            path = self.path / name
-            rows = list(csv.reader(path.read_text().splitlines())) if path.exists() else []
-            kept = [row for row in rows[1:] if len(row) == len(columns) and row[0].isdigit() and int(row[0]) <= round]
-            atomic.write(path, _csv([list(columns), *kept]))
-        events = [event for event in self.events() if event.get("round", 0) <= round]
-        atomic.write(self.path / "events.jsonl", "".join(json.dumps(event) + "\n" for event in events))
+    def finish(
+        self,
+        round: int,
+        server: State,
+        progress: Mapping[str, Any],
+        clients: Iterable[Mapping[str, Any]],
+        state: Callable[[int], State],
+        summary: Mapping[str, Any],
+    ) -> None:
+        """Write the models, clients.csv and summary.json; then the run is finished, and its checkpoints go."""
+        rows = list(clients)
+        models = self.path / "models"
+        disk.make_folder(models)
+        files = write_models(models, [int(row["client"]) for row in rows], state)
+        stored = write_file(models, "server.safetensors", state_bytes(server))
+        disk.sync_folder(models)
+        disk.remove_unfinished(models, (*(file.file for file in files), stored.file))
+        table = _csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
+        disk.write(self.path / "clients.csv", table)
+        disk.write(self.path / "summary.json", _json(summary, indent=2) + "\n")
+        end = {
+            "round": round,
+            "server": asdict(stored),
+            "progress": dict(progress),
+            "clients": [asdict(file) for file in files],
+            "records": {name: asdict(log.sync(copy=False)) for name, log in self._logs.items()},
+        }
+        self._write_content(finished=end)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove the checkpoints of a finished run, which a kill may have left."""
+        if self.finished:
+            with suppress(OSError):  # someone else's, or on a disk that can only be read
+                self.checkpoints.remove(LOGS)
+
+    def reopen(self) -> None:
+        """Make a finished run one that can go on: its end becomes a checkpoint."""
+        end = self._content["finished"]
+        shards = [Shard.from_dict(entry) for entry in end["clients"]]
+        models = self.path / "models"
+        try:
+            for shard in shards:
+                shard.read(models)
+            server = load(StoredFile.from_dict(end["server"]).read(models))
+        except Damaged as error:
+            raise InputError(f"the run in '{self.path}' can't go on: {error} in its folder 'models'.") from error
+        records = {name: Extent(**extent) for name, extent in end["records"].items()}
+        disk.make_folder(self.checkpoints.folder)
+        problems = [log.cut(records[name], end["round"]) for name, log in self._logs.items()]
+        if any(problems):
+            raise InputError(f"the run in '{self.path}' can't go on: {'; '.join(filter(None, problems))}.")
+        states = ClientStates(models, shards)
+        self.save(end["round"], server, end["progress"], states, states.__getitem__)
+        self._write_content(finished=None)
+        for name in ("summary.json", "clients.csv"):
+            disk.remove(self.path / name)
+        for name in [*(shard.file for shard in shards), "server.safetensors"]:
+            disk.remove(models / name)
+        disk.remove_folder(models)
+
+    def rewrite_config(self, config: Experiment) -> None:
+        """Keep changed settings: more rounds, or others that were asked for."""
+        self._write_content(settings=fixed_settings(config))
+        disk.write(self.path / "config.yaml", config.to_yaml())
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +262,27 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the run has ended."""
-        return (self.path / "summary.json").exists()
+        return bool(self._content.get("finished"))
+
+    @property
+    def began_in(self) -> Path:
+        """The folder from which the run was started; relative paths in its settings begin there."""
+        return Path(str(self._content.get("began_in", ".")))
+
+    def check_settings(self, config: Experiment) -> None:
+        """Raise if these are not the settings that the run began with, as far as they determine its numbers."""
+        check_same(self.path, self._content.get("settings", {}), fixed_settings(config))
+
+    def check_facts(self, facts: Mapping[str, str]) -> None:
+        """Raise if data, partition or networks are not those that the run began with."""
+        check_same(self.path, self._content.get("facts", {}), facts)
+
+    def damage(self) -> list[str]:
+        """What is wrong with the records of a finished run."""
+        records = (self._content.get("finished") or {}).get("records", {})
+        found = [self._logs[name].damage(Extent(**extent)) for name, extent in records.items()]
+        found += [f"{name} is missing" for name in ("clients.csv", "summary.json") if not (self.path / name).is_file()]
+        return [problem for problem in found if problem]
 
     def starts(self) -> list[dict[str, Any]]:
         """When and where the run began, and went on if it was interrupted."""
@@ -173,32 +307,70 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """The whole lines of events.jsonl."""
-        path = self.path / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        events = []
-        for line in lines:
-            try:
-                events.append(json.loads(line))
-            except ValueError:  # a line that a kill left half written
-                continue
-        return events
+        lines = (disk.read(self.path / "events.jsonl") or b"").split(b"\n")
+        return [event for line in lines if (event := _event(line)) is not None]
 
     def summary(self) -> dict[str, Any]:
         """summary.json; a run that has not ended has none."""
         if not self.finished:
             raise InputError(f"the run in '{self.path}' is not finished; go on with `polyfed resume {self.path}`.")
-        content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        try:
+            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"'{self.path / 'summary.json'}' is damaged or missing ({error}).") from error
         return content
+
+    def model_state(self, client: int) -> State:
+        """A client's state at the end of the run."""
+        self.summary()
+        for entry in self._content["finished"]["clients"]:
+            if client in entry["clients"]:
+                file = Shard.from_dict(entry).file
+                try:
+                    return read_client(self.path / "models" / file, client)
+                except Exception as error:  # safetensors has errors of its own
+                    raise InputError(f"'{self.path / 'models' / file}' is damaged or missing ({error}).") from error
+        count = sum(len(entry["clients"]) for entry in self._content["finished"]["clients"])
+        raise InputError(f"there is no client {client}; the run has {count} clients, from 0.")
 
     def _frame(self, name: str) -> pd.DataFrame:
         path = self.path / name
         if not path.exists():
             raise InputError(f"'{self.path}' has no {name} yet; go on with `polyfed resume {self.path}`.")
-        return pd.read_csv(path)
+        try:
+            return pd.read_csv(path)
+        except (ValueError, pd.errors.ParserError, UnicodeDecodeError) as error:
+            raise InputError(f"'{path}' is damaged ({' '.join(str(error).split())}).") from error
 
-    def _append(self, name: str, text: str) -> None:
-        with (self.path / name).open("a", newline="") as file:
-            file.write(text)
+    def _write_content(self, **changes: Any) -> None:
+        content = {**self._content, **changes}
+        disk.write(self.path / "run.json", _json({n: v for n, v in content.items() if v is not None}, indent=2) + "\n")
+        self._content = content
+
+    def _log(self, name: str, columns: tuple[str, ...]) -> Log:
+        def is_row(line: str, round: int) -> bool:
+            row = next(csv.reader([line]), [])
+            return len(row) == len(columns) and row[0].isdecimal() and int(row[0]) <= round
+
+        def is_event(line: str, round: int) -> bool:
+            event = _event(line.encode())
+            return event is not None and event.get("round", 0) <= round
+
+        path, copy = self.path / name, self.path / "checkpoint" / name
+        if columns:
+            return Log(path, copy, _csv([columns]), is_row)
+        # Where a run went on, and what it said on the way, stays known even if it did not get to a checkpoint.
+        return Log(path, copy, "", is_event, lambda line: json.loads(line)["event"] != "round")
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """A line of events.jsonl; None if a kill or a fault left something else."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(event, dict) and "event" in event and isinstance(event.get("round", 0), int)
+    return event if whole else None
 
 
 def _csv(rows: Iterable[Iterable[Any]]) -> str:

@@ -32,6 +32,8 @@ class QuietProgress(Watcher):
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.terminated = False
+        """Whether it was SIGTERM, not Ctrl-C, that asked the run to stop."""
 
     def on_start(self, config: Experiment, first_round: int) -> None:
         self._running = True
@@ -47,21 +49,23 @@ class QuietProgress(Watcher):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The same, and Ctrl-C asks a run to stop after its round; a second one, or one before that, stops at once."""
+        """The same, and Ctrl-C or SIGTERM lets a run stop after its round; a second one, or an early one, at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
+            self.terminated = self.terminated or number == signal.SIGTERM
             if self.stop_requested or not self._running:
                 raise KeyboardInterrupt
             self.stop_requested = True
             words = "Stopping after this round, with a checkpoint; press Ctrl-C again to stop at once."
             self.console.print(words, soft_wrap=True)
 
-        before = signal.signal(signal.SIGINT, interrupt)
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with self.showing():
                 yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class LineProgress(QuietProgress):

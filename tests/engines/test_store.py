@@ -1,11 +1,18 @@
 """The client store: memory, then disk, and never two owners of one tensor."""
 
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
-from polyfed.engines.store import ClientStore, size
-from polyfed.message import State
+from polyfed.engines.store import ClientStore
+from polyfed.message import State, state_size
 
 
 def state(value: float) -> State:
@@ -30,7 +37,7 @@ def value(store: ClientStore, client: int) -> int:
 
 
 def test_size_counts_bytes() -> None:
-    assert size(FIRST) == BYTES
+    assert state_size(FIRST) == BYTES
 
 
 def test_a_client_without_a_state_starts_from_a_copy_of_the_first() -> None:
@@ -93,8 +100,57 @@ def test_closing_removes_the_files() -> None:
     store.put(0, state(0))
     store.put(1, state(1))
     assert store._folder is not None
-    folder = Path(store._folder.name)
-    assert len(list(folder.iterdir())) == 1
+    folder = store._folder.path
+    assert len(list(folder.glob("client-*"))) == 1
     store.close()
     assert not folder.exists()
     store.close()
+
+
+def test_a_full_disk_keeps_states_in_memory_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    store = ClientStore(lambda client: FIRST, 1, note=notes.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_disk)
+        store.put(0, state(0))
+        store.put(1, state(1))
+    store.put(2, state(2))
+    assert all(torch.equal(store.get(client)["w"], state(client)["w"]) for client in range(3))
+    assert len(notes) == 1
+    assert re.search(r"can't be written to disk \(No space left on device\).*set TMPDIR", notes[0])
+    store.close()
+
+
+def full_disk(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def spill(folder: str) -> None:
+    """A process that spills, and is killed."""
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    store = new_store(1)
+    store.put(0, state(0))
+    store.put(1, state(1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_files_of_a_killed_process_are_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=spill, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    (abandoned,) = tmp_path.glob("polyfed-clients-*")
+    assert list(abandoned.glob("client-*"))
+    mine = tmp_path / "polyfed-clients-of-mine"
+    mine.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running = new_store(1)
+    running.put(0, state(0))
+    running.put(1, state(1))
+    new_store(1)
+    assert not abandoned.exists()
+    assert mine.exists()
+    assert torch.equal(running.get(0)["w"], state(0)["w"])
+    running.close()
+    assert [path.name for path in tmp_path.iterdir()] == [mine.name]

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from polyfed.config import experiment
 from polyfed.errors import InputError
 from polyfed.records import CLIENT_COLUMNS, EVALUATION_COLUMNS, ROUND_COLUMNS, RunFolder
+from polyfed.records.folder import LOGS
+from polyfed.scores import Best, Progress
 from tests import support
 
 
@@ -52,11 +56,12 @@ def test_the_folder_of_a_finished_run_is_complete(tmp_path: Path) -> None:
     folder = RunFolder.open(federation.folder.path)
     names = {path.name for path in folder.path.iterdir()}
     assert names == {
-        "config.yaml", "rounds.csv", "evaluations.csv", "clients.csv", "summary.json", "events.jsonl", "models",
+        "config.yaml", "run.json", "rounds.csv", "evaluations.csv", "clients.csv", "summary.json", "events.jsonl",
+        "models",
     }  # fmt: skip
     assert sorted(path.name for path in (folder.path / "models").iterdir()) == [
-        f"client-000{client}.safetensors" for client in range(3)
-    ]
+        *(f"client-000{client}.safetensors" for client in range(3)), "server.safetensors",
+    ]  # fmt: skip
     assert (folder.finished, folder.summary()) == (True, summary)
     assert folder.config == federation.config
     own = folder.evaluations().query("part == 'test' and rule == 'prototypes'")
@@ -85,51 +90,144 @@ def test_a_place_that_can_not_be_written_is_named(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
+def add(folder: RunFolder, round: int) -> None:
+    """All records of a round."""
+    folder.add_round(row(round))
+    folder.add_evaluations({**dict.fromkeys(EVALUATION_COLUMNS, 0), "round": round, "part": p} for p in "ab")
+    folder.add_event("round", round=round, note="words " * 10)
+
+
+def save(folder: RunFolder, round: int) -> None:
+    folder.save(round, {}, {}, (), lambda client: {})
+
+
+def recorded(folder: RunFolder) -> tuple[list[int], list[int], list[int]]:
+    """The rounds of which there are records."""
+    events = [event["round"] for event in folder.events()]
+    return folder.rounds()["round"].tolist(), folder.evaluations()["round"].tolist(), events
+
+
 def test_records_of_later_rounds_are_dropped(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     for round in (1, 2, 3):
-        folder.add_round(row(round))
-        folder.add_evaluations({**dict.fromkeys(EVALUATION_COLUMNS, 0), "round": round, "part": p} for p in "ab")
-        folder.add_event("round", round=round)
-    folder.keep_until(2)
-    assert folder.rounds()["round"].tolist() == [1, 2]
-    assert folder.evaluations()["round"].tolist() == [1, 1, 2, 2]
-    assert [event["round"] for event in folder.events()] == [1, 2]
-    folder.add_round(row(3))
-    assert folder.rounds()["round"].tolist() == [1, 2, 3]
+        add(folder, round)
+        if round == 2:
+            save(folder, 2)
+    folder = RunFolder.open(folder.path)
+    _, notes = folder.restore()
+    assert notes == []
+    assert recorded(folder) == ([1, 2], [1, 1, 2, 2], [1, 2])
+    add(folder, 3)
+    assert recorded(folder) == ([1, 2, 3], [1, 1, 2, 2, 3, 3], [1, 2, 3])
+
+
+def test_notes_beyond_the_checkpoint_are_kept(tmp_path: Path) -> None:
+    """Where a run went on stays known, though it was killed before its next checkpoint."""
+    folder = new_folder(tmp_path)
+    add(folder, 1)
+    save(folder, 1)
+    folder.add_event("start", round=1)
+    add(folder, 2)
+    folder = RunFolder.open(folder.path)
+    folder.restore()
+    assert [(event["event"], event["round"]) for event in folder.events()] == [("round", 1), ("start", 1)]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 20, 50])
 def test_lines_that_a_kill_left_half_written_are_dropped(tmp_path: Path, cut: int) -> None:
     folder = new_folder(tmp_path)
-    for round in (1, 2):
-        folder.add_round(row(round))
-        folder.add_event("round", round=round, note="words " * 10)
+    add(folder, 1)
+    save(folder, 1)
+    add(folder, 2)
     for name in ("rounds.csv", "events.jsonl"):
         path = folder.path / name
         path.write_bytes(path.read_bytes()[:-cut])
-    folder.keep_until(1)
-    assert folder.rounds()["round"].tolist() == [1]
-    assert [event["round"] for event in folder.events()] == [1]
-    folder.add_round(row(2))
-    assert folder.rounds()["round"].tolist() == [1, 2]
+    folder = RunFolder.open(folder.path)
+    assert folder.restore()[1] == []
+    assert recorded(folder) == ([1], [1, 1], [1])
+    add(folder, 2)
+    assert recorded(folder) == ([1, 2], [1, 1, 2, 2], [1, 2])
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "empty": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+    "garbled": lambda path: path.write_bytes(path.read_bytes().replace(b"1", b"7")),
+    "not text": lambda path: path.write_bytes(b"\xff\xfe" + path.read_bytes()[2:]),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", LOGS)
+def test_a_damaged_record_is_restored_from_its_copy_and_that_is_said(tmp_path: Path, name: str, harm: str) -> None:
+    folder = new_folder(tmp_path)
+    for round in (1, 2):
+        add(folder, round)
+        save(folder, round)
+    before = (folder.path / name).read_bytes()
+    HARMS[harm](folder.path / name)
+    folder = RunFolder.open(folder.path)
+    _, notes = folder.restore()
+    assert notes == [f"{name} was damaged or incomplete and has been restored from its copy in the checkpoint"]
+    assert (folder.path / name).read_bytes() == before
+    add(folder, 3)
+    save(folder, 3)
+    assert RunFolder.open(folder.path).restore()[1] == []
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", LOGS)
+def test_rows_that_are_lost_for_good_are_counted(tmp_path: Path, name: str, harm: str) -> None:
+    folder = new_folder(tmp_path)
+    for round in (1, 2):
+        add(folder, round)
+        save(folder, round)
+    for path in (folder.path / name, folder.path / "checkpoint" / name):
+        HARMS[harm](path)
+    folder = RunFolder.open(folder.path)
+    (note,) = folder.restore()[1]
+    rows = {"rounds.csv": 2, "evaluations.csv": 4, "events.jsonl": 2}[name]
+    assert re.fullmatch(rf"{name} and its copy .* are damaged: \d of {rows} rows could be saved", note)
+    add(folder, 3)
+    assert recorded(folder)[0][-1] == 3
+    save(folder, 3)
+    assert RunFolder.open(folder.path).restore()[1] == []
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", LOGS)
+def test_a_damaged_record_of_a_finished_run_is_said(tmp_path: Path, name: str, harm: str) -> None:
+    folder = new_folder(tmp_path)
+    add(folder, 1)
+    folder.finish(1, {}, {}, [], lambda client: {}, {"rounds": 1})
+    folder = RunFolder.open(folder.path)
+    assert folder.damage() == []
+    HARMS[harm](folder.path / name)
+    (problem,) = folder.damage()
+    assert problem.startswith(name)
 
 
 def test_numbers_survive_the_csv_exactly(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     folder.add_round(row(1, accuracy_mean=1 / 3, flops=12_345_678_901_234_567))
-    folder.keep_until(1)
+    save(folder, 1)
+    folder.restore()
     first = folder.rounds().iloc[0]
     assert (first.accuracy_mean, folder.rounds().flops[0]) == (1 / 3, 12_345_678_901_234_567)
 
 
 def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
-    folder.write_summary({"accuracy_at_best_validation": math.nan, "rounds": 3})
+    summary = {"accuracy_at_best_validation": math.nan, "rounds": 3}
+    best = Progress(federation=Best(final=math.nan))
+    folder.finish(3, {}, best.to_dict(), [], lambda client: {}, summary)
     folder.add_event("round", round=1, loss_mean=math.nan)
     text = (folder.path / "summary.json").read_text()
     assert json.loads(text, parse_constant=refuse) == {"accuracy_at_best_validation": None, "rounds": 3}
     assert json.loads((folder.path / "events.jsonl").read_text(), parse_constant=refuse)["loss_mean"] is None
+    assert json.loads((folder.path / "run.json").read_text(), parse_constant=refuse)["finished"]["round"] == 3
+    assert math.isnan(Progress.from_dict(best.to_dict()).federation.final)
 
 
 def test_an_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:

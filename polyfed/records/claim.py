@@ -1,0 +1,79 @@
+"""Whose folder it is: a run takes only one that is new or empty, and one process at a time works on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from polyfed.errors import InputError
+from polyfed.records import disk
+
+
+def new_id() -> str:
+    """The id of a new run. It is part of the names of its files, so that no others are ever deleted."""
+    return secrets.token_hex(4)
+
+
+def read_claim(path: Path) -> dict[str, Any]:
+    """What run.json says; empty if there is none, or if it is damaged."""
+    try:
+        content = json.loads((path / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    token = content.get("id") if isinstance(content, dict) else None
+    sound = isinstance(token, str) and len(token) == 8 and not set(token) - set("0123456789abcdef")
+    return dict(content) if sound else {}
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Inside, no other process works on this run folder."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is working on '{path}'; wait until it has ended, or stop it first."
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(folder)
+
+
+def check_free(path: Path, begun: Collection[str]) -> None:
+    """Raise unless the folder is empty, but for a run that was killed before it began: that one is removed.
+
+    Such a run has `run.json` and perhaps these files, but no config.yaml yet.
+    """
+    found = {entry.name for entry in path.iterdir()}
+    if "run.json" in found and found <= {"run.json", *begun} and read_claim(path):
+        for name in found:
+            disk.remove(path / name)
+        found = set()
+    if found:
+        raise taken(path)
+
+
+def taken(path: Path) -> InputError:
+    """The error for a folder that a run can't have."""
+    if (path / "run.json").exists() or (path / "config.yaml").exists():
+        return InputError(
+            f"'{path}' already holds a run; go on with `polyfed resume {path}` or choose another folder (--out)."
+        )
+    if path.is_dir():
+        return InputError(f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out).")
+    return InputError(f"'{path}' is a file: choose a new or empty folder (--out).")

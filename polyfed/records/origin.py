@@ -1,0 +1,39 @@
+"""What a run began with: resuming it with anything else would give numbers that belong to no experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.config import Experiment
+from polyfed.errors import InputError
+
+FREE = {"rounds", "engine", "device", "workers", "memory_budget", "checkpoint_every", "data_folder"}
+"""Settings that may change when a run goes on: they say how long and where it runs, not what comes out."""
+
+
+def fixed_settings(config: Experiment) -> dict[str, Any]:
+    """The settings that determine a run's numbers, by name: `seed`, `training.lr`, `method.weight`."""
+    settings: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        if isinstance(value, Mapping):
+            settings |= {f"{name}.{inner}": setting for inner, setting in value.items()}
+        elif name not in FREE:
+            settings[name] = value
+    return settings
+
+
+def check_same(run: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise if something is not as it was when the run began, naming the first difference."""
+    for name, value in before.items():
+        if name in now and now[name] != value:
+            raise InputError(
+                f"{name} is {shown(now[name])}, but the run in '{run}' began with {shown(value)}: put that back, or "
+                "start a new run."
+            )
+
+
+def shown(value: Any) -> str:
+    """A setting as a user would type it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

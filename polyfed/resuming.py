@@ -1,0 +1,65 @@
+"""Whether and how a run may go on: with which settings, with whose code, from which folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.assemble import PYTHON
+from polyfed.config import Experiment, experiment, merged
+from polyfed.errors import InputError
+from polyfed.records.origin import fixed_settings, shown
+
+CHANGEABLE = ("training.", "method.")
+"""Settings that may change on the way if the user says so; others would make it another federation."""
+NPZ = "npz:"
+
+
+def changed_settings(config: Experiment, rounds: int | None, changes: Mapping[str, Any]) -> Experiment:
+    """The experiment with more rounds and other settings; raises for one that can't change in the middle of a run."""
+    wanted = merged(config.model_dump(), {**changes, **({} if rounds is None else {"rounds": rounds})})
+    changed = experiment(**wanted)
+    before, after = fixed_settings(config), fixed_settings(changed)
+    for name in after:
+        fixed = name == "method.name" or not name.startswith(CHANGEABLE)
+        if fixed and before.get(name) != after[name]:
+            raise InputError(
+                f"{name} can't change in the middle of a run: start a new one. Settings of training and of the method "
+                "can, and rounds, engine and device."
+            )
+    return changed
+
+
+def differences(before: Experiment, after: Experiment) -> list[str]:
+    """Which settings that determine numbers are different, in words."""
+    old, new = fixed_settings(before), fixed_settings(after)
+    return [f"{name} is {shown(new[name])}, not {shown(old.get(name))}" for name in new if new[name] != old.get(name)]
+
+
+def check_trusted(config: Experiment, source: Path, *, trust: bool, given: bool = False) -> None:
+    """Raise if a file's settings name code to import and the user has not allowed it.
+
+    `given`: the networks were handed over, so their name in the settings is not looked up.
+    """
+    named = [] if given or config.models.startswith(PYTHON) else config.models.split(",")
+    code = [name.strip() for name in [*named, config.auxiliary or ""] if ":" in name]
+    if code and not trust:
+        raise InputError(
+            f"'{source}' names code that would be run, '{code[0]}': if you trust it, say so with --trust (in Python "
+            "with trust=True)."
+        )
+
+
+def located(config: Experiment, began_in: Path) -> Experiment:
+    """The experiment with relative paths to its data as seen from where the run began, if they lead nowhere here."""
+    changes: dict[str, Any] = {}
+    if config.data.startswith(NPZ):
+        path = Path(config.data.removeprefix(NPZ))
+        if not path.exists() and (began_in / path).exists():
+            changes["data"] = f"{NPZ}{began_in / path}"
+    folder = config.data_folder or Path(os.environ.get("POLYFED_DATA", "data"))
+    if not folder.exists() and (began_in / folder).exists():
+        changes["data_folder"] = began_in / folder
+    return config.model_copy(update=changes)
