@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import yaml
 
 import polyfed
 from polyfed import bench, cli
+from polyfed.cli import NextFolder
+from polyfed.config import experiment
 from polyfed.records import RunFolder
 
 SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", "--device", "cpu")
@@ -226,6 +229,15 @@ def test_options_and_settings_reach_the_experiment(shell: Shell, tmp_path: Path)
     training = config.training
     assert (training.epochs, training.batch_size, training.lr, training.momentum) == (1, 32, 0.01, 0.9)
     assert (training.clip, training.augment) == (None, False)
+
+
+def test_runs_that_start_together_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = NextFolder(experiment(method="fedproto"))
+    with ThreadPoolExecutor(8) as pool:
+        paths = {str(path) for path in pool.map(lambda _: name(), range(8))}
+    assert len(paths) == 8
+    assert {"runs/fedproto-digits-seed0", "runs/fedproto-digits-seed0-8"} <= paths
 
 
 def test_a_run_s_config_runs_again_to_the_same_numbers(shell: Shell, tmp_path: Path) -> None:

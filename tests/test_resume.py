@@ -303,14 +303,10 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     run = stopped(tmp_path / "run")
     data = support.tiny_dataset()
     data.images[5, 0, 0, 0] += 1
-    with pytest.raises(
-        polyfed.InputError, match="the data is 120 samples .*, but the run in .* began with 120 samples"
-    ):
+    with pytest.raises(polyfed.InputError, match="the data is 120 samples .*, but the run .* began with 120 samples"):
         polyfed.resume(run, data=data, models=tiny()["models"])
     more = support.tiny_dataset(per_class=32)
-    with pytest.raises(
-        polyfed.InputError, match="the data is 128 samples .*, but the run in .* began with 120 samples"
-    ):
+    with pytest.raises(polyfed.InputError, match="the data is 128 samples .*, but the run .* began with 120 samples"):
         polyfed.resume(run, data=more, models=tiny()["models"])
 
 
@@ -321,9 +317,7 @@ def test_other_networks_of_the_same_name_are_refused(tmp_path: Path) -> None:
         def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
             support.Wide.__init__(self, input_shape, classes, hidden=9)
 
-    with pytest.raises(
-        polyfed.InputError, match="the network Narrow is one with hash .*, but the run in .* began with"
-    ):
+    with pytest.raises(polyfed.InputError, match="the network Narrow is one with hash .*, but the run .* began with"):
         polyfed.resume(run, data=support.tiny_dataset(), models=[support.Wide, Narrow])
 
 
@@ -377,9 +371,7 @@ def test_more_rounds_can_be_asked_for_before_the_end_too(tmp_path: Path) -> None
     whole = polyfed.run(**{**support.DEFAULTS, "method": "fedproto", "rounds": 5}, **tiny(), out=tmp_path / "whole")
     polyfed.resume(run, **tiny(), rounds=5)
     assert records(run) == records(whole.folder.path)
-    with pytest.raises(
-        polyfed.InputError, match=r"is finished, after round 5: it can only go on to more .*--rounds 10"
-    ):
+    with pytest.raises(polyfed.InputError, match=r"is finished, after round 5: it can only go on .*--rounds 10"):
         polyfed.resume(run, **tiny(), rounds=4)
 
 
@@ -493,9 +485,7 @@ def test_a_lack_of_memory_at_the_start_is_one_sentence(tmp_path: Path, monkeypat
             polyfed.run("standalone", **support.DEFAULTS, **tiny(), out=tmp_path / "run")
 
 
-def test_a_checkpoint_that_does_not_fit_into_memory_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_does_not_fit_into_memory_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**support.DEFAULTS, "method": "standalone", "checkpoint_every": 1}
     with monkeypatch.context() as patch:
         patch.setattr("polyfed.records.states.stacked", short_of_memory)

@@ -182,7 +182,7 @@ class Checkpoints:
         )
         disk.sync_folder(self.folder)
         if self._current is not None:  # not what lies in manifest.json: that may be the damaged one we fell back from
-            disk.write(self.folder / history_name(self._current.round), self._current.to_json())
+            disk.write(self.folder / history_name(self._current.round), self._current.to_json(), sync_name=False)
         disk.write(self.folder / NEWEST, manifest.to_json())
         self._current = manifest
 

@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,14 @@ def own() -> dict[str, Any]:
     return {"data": support.tiny_dataset(), "models": [support.Wide, support.Narrow]}
 
 
+def start(path: Path) -> None:
+    polyfed.run(**SETTINGS, **own(), out=path)
+
+
+def lengthen(path: Path) -> None:
+    polyfed.resume(path, **own(), rounds=5)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "run"
@@ -41,22 +51,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def operations(tmp_path: Path) -> int:
+def operations(root: Path, work: Callable[[Path], None]) -> int:
     """How many file operations a run has."""
-    tmp_path.mkdir()
+    root.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        journal = Journal(tmp_path, patch)
-        polyfed.run(**SETTINGS, **own(), out=tmp_path / "run")
+        journal = Journal(root, patch)
+        work(root / "run")
     return journal.operations
 
 
-def broken_run(root: Path, die_at: int) -> Journal:
+def broken_run(root: Path, die_at: int, work: Callable[[Path], None] = start) -> Journal:
     """A run that dies at that operation."""
-    root.mkdir()
+    root.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         journal = Journal(root, patch, die_at)
         with pytest.raises(Killed):
-            polyfed.run(**SETTINGS, **own(), out=root / "run")
+            work(root / "run")
     return journal
 
 
@@ -73,9 +83,8 @@ def go_on(run: Path) -> list[str]:
     return notes.said
 
 
-def points(tmp_path: Path, most: int) -> list[int]:
+def points(count: int, most: int) -> list[int]:
     """At which operations to die: all, or some of them drawn anew each time, and always the last ones."""
-    count = operations(tmp_path / "count")
     if most >= count:
         return list(range(count))
     seed = random.randrange(10**9)
@@ -84,7 +93,7 @@ def points(tmp_path: Path, most: int) -> list[int]:
 
 
 def check_kills(tmp_path: Path, whole: Path, most: int) -> None:
-    for number in points(tmp_path, most):
+    for number in points(operations(tmp_path / "count", start), most):
         broken_run(tmp_path / str(number), number)
         said = go_on(tmp_path / str(number) / "run")
         assert said == [], number
@@ -92,13 +101,35 @@ def check_kills(tmp_path: Path, whole: Path, most: int) -> None:
 
 
 def check_power_cuts(tmp_path: Path, whole: Path, most: int) -> None:
-    for number in points(tmp_path, most):
+    for number in points(operations(tmp_path / "count", start), most):
         journal = broken_run(tmp_path / str(number), number)
         journal.after_power_cut(tmp_path / f"{number}-cut")
         journal.with_names_kept(tmp_path / f"{number}-names")
         for name in ("cut", "names"):
             go_on(tmp_path / f"{number}-{name}" / "run")
             assert records(tmp_path / f"{number}-{name}" / "run") == records(whole), (number, name)
+
+
+def check_lengthening(tmp_path: Path, whole: Path, most: int) -> None:
+    """A finished run of three rounds dies while it goes on to five."""
+    start(tmp_path / "whole")
+    lengthen(tmp_path / "whole")
+    shutil.copytree(whole, tmp_path / "count" / "run")
+    for number in points(operations(tmp_path / "count", lengthen), most):
+        run = tmp_path / str(number) / "run"
+        shutil.copytree(whole, run)
+        broken_run(run.parent, number, lengthen)
+        lengthen(run)
+        assert records(run) == records(tmp_path / "whole"), number
+
+
+def test_a_run_killed_while_it_is_made_longer(tmp_path: Path, whole: Path) -> None:
+    check_lengthening(tmp_path, whole, 8)
+
+
+@pytest.mark.long
+def test_a_run_killed_at_every_file_operation_while_it_is_made_longer(tmp_path: Path, whole: Path) -> None:
+    check_lengthening(tmp_path, whole, 10_000)
 
 
 def test_a_run_killed_at_some_file_operations(tmp_path: Path, whole: Path) -> None:
