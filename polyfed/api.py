@@ -21,6 +21,7 @@ from polyfed.engines import Population, new_engine
 from polyfed.engines.population import state_of
 from polyfed.errors import DivergedError, InputError, RunError
 from polyfed.federation import Federation, Watcher
+from polyfed.methods.base import Method
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.predictions import Prediction, as_input, prediction
@@ -98,7 +99,7 @@ class Result:
 
 
 def run(
-    method: str | Mapping[str, Any],
+    method: str | type[Method] | Mapping[str, Any],
     *,
     data: str | Dataset = "digits",
     models: Models = "papers",
@@ -109,11 +110,11 @@ def run(
 ) -> Result:
     """Run one experiment and return its result.
 
-    `method` is a name, or a mapping with a name and options. `data` is a name or a `Dataset` (`polyfed.from_arrays`
-    makes one), `models` names, classes, factories or networks. `settings` are the fields of `polyfed.Experiment`,
-    and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or a function that names one when the run
-    begins; without it the folder is temporary and lives as long as the result. On a terminal and in a notebook a bar
-    shows how the run goes on, unless `progress` is False or a `watcher` is told.
+    `method` is a name, a subclass of `polyfed.Method`, or a mapping with a `name` (either) and options. `data` is a
+    name or a `Dataset` (`polyfed.from_arrays` makes one), `models` names, classes, factories or networks. `settings`
+    are the fields of `polyfed.Experiment`, and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or
+    a function that names one when the run begins; without it the folder is temporary and lives as long as the result.
+    On a terminal and in a notebook a bar shows how the run goes on, unless `progress` is False or a `watcher` is told.
 
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
@@ -123,7 +124,7 @@ def run(
 
 
 def _run(
-    method: str | Mapping[str, Any],
+    method: str | type[Method] | Mapping[str, Any],
     data: str | Dataset,
     models: Models,
     out: str | Path | Callable[[], Path] | None,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from polyfed.compute import set_precision
+from polyfed.compute import physical_memory, set_precision
 from polyfed.config import Experiment
 from polyfed.data import (
     Dataset,
@@ -33,6 +33,8 @@ from polyfed.models import (
     smallest,
 )
 from polyfed.models.factories import FromInstance
+from polyfed.models.frozen import rest_of
+from polyfed.rehearsal import rehearse
 
 PYTHON = "python:"
 """Marks data or networks that were handed over as Python objects, in a run's record."""
@@ -44,6 +46,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     set_precision(device, tf32=config.tf32)
     dataset = data or _named_data(config)
     architectures = _architectures(config, models)
+    _check_size(config, dataset)
     owned = assign(architectures, config.clients, how=config.assignment, seed=config.seed)
     features = config.features or default_features(config.models)
     distinct = {architecture.name: architecture for architecture in owned}
@@ -82,10 +85,8 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     )
     check_tested(dataset, config.split, shares)
     method = chosen(chosen.Config(**config.options), task, config.training)
-    for example in examples.values():
-        method.client_modules(example)  # what does not fit a network should fail now
     networks = {name: _look(distinct[name], example) for name, example in examples.items()}
-    return Population(
+    population = Population(
         dataset,
         shares,
         owned,
@@ -97,6 +98,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         test_set=chosen_test_set(dataset, config.split, config.test_set),
         notes=describe_test_set(dataset, config.split, config.test_set, shares),
     )
+    return rehearse(population, examples)
 
 
 def facts(population: Population) -> dict[str, str]:
@@ -128,6 +130,25 @@ def _hash(tensors: Mapping[str, Tensor], *, values: bool) -> str:
     return found.hexdigest()
 
 
+def _check_size(config: Experiment, dataset: Dataset) -> None:
+    """Refuse what can't be built on any machine, or not on this one, before it is tried."""
+    if config.clients > len(dataset):
+        raise InputError(
+            f"{config.clients} clients cannot share the {len(dataset)} samples of '{dataset.name}': take 1 to "
+            f"{len(dataset)} clients."
+        )
+    if config.features is None:
+        return
+    # A head's weights, as it is built, as the client's own, and their gradient.
+    needed, there = 3 * 4 * config.features * dataset.classes, physical_memory()
+    if needed > there:
+        most = there // (3 * 4 * dataset.classes)
+        raise InputError(
+            f"features is {config.features}, but heads of so many features for {dataset.classes} classes take "
+            f"{needed / 1e9:.0f} GB, more than this machine has: take fewer (at most {most}; usual are 64 to 2048)."
+        )
+
+
 def find_device(name: str) -> torch.device:
     """The compute device of that name; `auto` is a GPU if there is one."""
     if name == "auto":
@@ -146,6 +167,12 @@ def find_device(name: str) -> torch.device:
 
 def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[str, SplitNetwork]) -> None:
     """Raise unless the clients have in common what the method needs; the error names clients and the difference."""
+    alike = len({examples[name].feature_size for name in owned}) == 1
+    head_remedy = (
+        "choose networks whose heads are alike, such as one linear layer with a bias each"
+        if alike
+        else "choose networks with equal heads, or bring them to one number of features (--features 500)"
+    )
     tests: dict[str, tuple[str, Callable[[str], Hashable], str]] = {
         "network": ("the same network", lambda name: name, "give all the same one (--models cnn1)"),
         "features": (
@@ -153,13 +180,14 @@ def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[s
             lambda name: f"{examples[name].feature_size} features",
             "bring them to one number (--features 500)",
         ),
-        "head": (
-            "the same head",
-            lambda name: " and ".join(f"{key} {tuple(t.shape)}" for key, t in examples[name].head.state_dict().items()),
-            "choose networks with equal heads, or bring them to one number of features (--features 500)",
+        "head": ("the same head", lambda name: _head(examples[name]), head_remedy),
+        "frozen": (
+            "the same parameters of the head frozen",
+            lambda name: _names(rest_of(examples[name].head).parameters) + " frozen",
+            "freeze the same ones in all networks (requires_grad)",
         ),
     }
-    for need in method.requires:
+    for need in [*method.requires, *(["frozen"] if "head" in method.requires else [])]:
         what, value_of, remedy = tests[need]
         groups: dict[Hashable, list[int]] = {}
         for client, name in enumerate(owned):
@@ -170,6 +198,21 @@ def check_common(method: type[Method], owned: Sequence[str], examples: Mapping[s
                 f"{method.name} needs {what} in every client, but {_clients(some)} ({owned[some[0]]}) have {first} and "
                 f"{_clients(others)} ({owned[others[0]]}) have {second}; {remedy}."
             )
+
+    first, head = owned[0], examples[owned[0]].head
+    if "head" in method.requires and not any(parameter.requires_grad for parameter in head.parameters()):
+        raise InputError(
+            f"{method.name} shares the head of every client's network, but that of {first} is frozen: leave its "
+            "parameters trainable (requires_grad=True), or take a method that shares something else."
+        )
+
+
+def _head(network: SplitNetwork) -> str:
+    return " and ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in network.head.state_dict().items())
+
+
+def _names(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names)) or "nothing"
 
 
 def _clients(numbers: Sequence[int]) -> str:
@@ -197,5 +240,6 @@ def _architectures(config: Experiment, models: Models | None) -> list[Architectu
 
 def _auxiliary(config: Experiment, architectures: Sequence[Architecture], dataset: Dataset) -> Architecture:
     if config.auxiliary is not None:
-        return resolve(config.auxiliary)[0]
+        found = resolve(config.auxiliary)[0]
+        return next((own for own in architectures if own.name == found.name), found)  # which knows its head
     return smallest(architectures, dataset.input_shape, dataset.classes)

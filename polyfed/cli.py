@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -61,6 +62,9 @@ def _print_version(wanted: bool) -> None:
 def start(
     version: Annotated[
         bool, typer.Option("--version", help="print the version and stop", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="print the whole traceback of an error; goes with every command")
     ] = False,
 ) -> None:
     """Model-heterogeneous personalised federated learning."""
@@ -200,9 +204,12 @@ def bench(
 
 def main() -> None:
     """Run the command line; errors are one sentence on standard error and an exit status."""
+    debug = "--debug" in sys.argv[1:]  # wherever it stands
     try:
-        status = app(standalone_mode=False)
+        status = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
     except PolyfedError as error:
+        if debug:
+            traceback.print_exception(error)
         _end(str(error), error.exit_status)
     except (KeyboardInterrupt, typer.Abort):
         _end("stopped.", 130)

@@ -25,6 +25,11 @@ def compute_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def physical_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def return_memory() -> None:
     """Give freed memory back to the system, where the C library (glibc) would keep it for reuse."""
     with suppress(AttributeError, OSError, TypeError):  # other C libraries

@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from polyfed.errors import InputError, unknown_name
-from polyfed.methods import find_method
-from polyfed.methods.base import Training
+from polyfed.methods import find_method, register
+from polyfed.methods.base import Method, Training
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -56,8 +56,10 @@ class Experiment(BaseModel):
     clients: int = Field(10, ge=1, description="clients in the federation")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
     models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")
-    head: str | None = Field(
-        None, description="the layer that is the head in networks of your own; none: the last linear one"
+    head: str | list[str] | dict[str, str] | None = Field(
+        None,
+        description="the layer that is the head in networks of your own, or one for each of them with commas between; "
+        "none: the last linear one",
     )
     assignment: Literal["cycle", "random"] = Field("cycle", description="how networks are dealt out to clients")
     features: int | None = Field(None, ge=1, description="features every extractor gives; none: its own number")
@@ -78,6 +80,12 @@ class Experiment(BaseModel):
     )
     eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
     min_replies: int = Field(1, ge=1, description="sound replies that a round needs")
+    reply_bound: float | None = Field(
+        100.0, gt=1, description="how many times as large as usual a reply may be; none: as large as it likes"
+    )
+    count_bound: int | None = Field(
+        None, ge=1, description="most samples that a reply may claim; none: as many as the largest client trains on"
+    )
     engine: Literal["auto", "sequential", "threads", "vectorized"] = Field("auto", description="where clients train")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     tf32: bool = Field(
@@ -97,10 +105,17 @@ class Experiment(BaseModel):
     @classmethod
     def _complete_method(cls, value: object) -> dict[str, Any]:
         """A name alone means that method with its defaults; options are checked against the method's own config."""
-        given: dict[str, Any] = (
-            {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
-        )
+        if isinstance(value, list | tuple | set):
+            raise InputError("method is a list, but a run has one method: use one run per method.")
+        given: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"name": value}
         name = given.pop("name", None)
+        if isinstance(name, type) and issubclass(name, Method):
+            name = register(name)
+        elif name is not None and not isinstance(name, str):
+            raise InputError(
+                f"method is a value of type {type(name).__name__}, but must be a name, a subclass of polyfed.Method "
+                "or a mapping with a name and options."
+            )
         if not isinstance(name, str):
             raise InputError(
                 "the experiment names no method; add 'method: fedproto' or another name from `polyfed methods`."

@@ -7,7 +7,7 @@ element-wise work and the server's steps do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyfed.data import ClientData
 from polyfed.methods.base import Batch, Method, Phase
 from polyfed.methods.network import ClientNetwork
 
@@ -29,13 +28,9 @@ class ClientFlops:
     phases: dict[str, float]
     collect: float
 
-    def of_round(self, phases: Sequence[Phase], data: ClientData) -> int:
-        """Operations of one client in one round."""
-        total = self.collect * len(data.train)
-        for phase in phases:
-            start, stop = phase.edges(len(data.train))
-            total += self.phases[phase.name] * phase.epochs * (stop - start)
-        return round(total)
+    def of_round(self, visits: Mapping[str, int], samples: int) -> int:
+        """Operations of one client in one round, from the samples that each phase visited and those it has."""
+        return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
 
 
 def measure(network: ClientNetwork, method: Method) -> ClientFlops:

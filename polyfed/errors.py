@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sysconfig
+import traceback
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class PolyfedError(Exception):
@@ -40,3 +43,29 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return InputError(f"unknown {kind} '{name}': {hint}Known: {', '.join(names)}.")
+
+
+def clients_named(clients: Sequence[int]) -> str:
+    """Clients in words; of many only the first.
+
+    >>> clients_named([3]), clients_named([0, 2]), clients_named(range(49))
+    ('client 3', 'clients 0 and 2', 'clients 0, 1, 2 and 46 others')
+    """
+    if len(clients) == 1:
+        return f"client {clients[0]}"
+    shown = [str(client) for client in (clients if len(clients) <= 4 else clients[:3])]
+    last = shown.pop() if len(clients) <= 4 else f"{len(clients) - 3} others"
+    return f"clients {', '.join(shown)} and {last}"
+
+
+def user_place(error: BaseException) -> str:
+    """Where in the user's own code an error arose, to be put behind what it says; empty if it was not there."""
+    polyfed = str(Path(__file__).parent)
+    libraries = (polyfed, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(("<", *libraries))]
+    if not own:
+        return ""
+    file = Path(own[-1].filename)
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f" ({shown}, line {own[-1].lineno})"

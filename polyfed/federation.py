@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +15,11 @@ from polyfed.compute import out_of_memory
 from polyfed.config import Experiment
 from polyfed.engines import Engine, Evaluation, Population
 from polyfed.engines.population import state_of
-from polyfed.errors import BadMessage, InputError, RunError
+from polyfed.errors import InputError, RunError, clients_named
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply, Server
 from polyfed.records import Restored, RunFolder
+from polyfed.replies import Door
 from polyfed.scores import Best, Part, Progress, summarise
 from polyfed.seeds import numpy_generator
 
@@ -69,6 +71,8 @@ class Federation:
         self.progress = Progress()
         self.server = Server(config.seed, population.device)
         self.method.start(self.server)
+        most_samples = config.count_bound or max(len(data.train) for data in population.data)
+        self.door = Door(self.method, config.reply_bound, most_samples)
         self._shown: set[str] = set()
         self._checkpoint_seconds = 0.0
         self._last_checkpoint = time.perf_counter()
@@ -158,7 +162,8 @@ class Federation:
 
     def round(self, number: int) -> None:
         """One round, from the choice of participants to its records."""
-        row, training_seconds = self._train_and_fuse(number)
+        with self.door.naming_causes(self.progress.sizes):
+            row, training_seconds = self._train_and_fuse(number)
         if number % self.config.eval_every == 0 or number == self.config.rounds:
             row |= self._evaluate(number)
             self.folder.add_round(row)
@@ -187,11 +192,7 @@ class Federation:
         sound = self._sound(number, replies)
         if len(sound) >= self.config.min_replies:
             self.method.aggregate(self.server, sound)
-        notes = [f"client {reply.client}: {note}" for reply in replies for note in reply.notes]
-        for note in notes + self.engine.notes + self.server.notes:
-            self.note(note)
-        self.engine.notes.clear()
-        self.server.notes.clear()
+        self._note_remarks(replies)
         costs = {
             "upload_floats": sum(reply.message.floats for reply in replies),
             "download_floats": sum(message.floats for message in downloads.values()),
@@ -201,7 +202,7 @@ class Federation:
             "seconds": round(time.perf_counter() - begin, 4),
         }
         self.progress.add_costs(costs)
-        losses = [reply.loss for reply in sound if reply.loss == reply.loss]
+        losses = [reply.loss for reply in sound if math.isfinite(reply.loss)]
         row: dict[str, Any] = {
             "round": number,
             "loss_mean": sum(losses) / len(losses) if losses else float("nan"),
@@ -211,17 +212,28 @@ class Federation:
         }
         return row, round(trained - begin, 4)
 
+    def _note_remarks(self, replies: list[Reply]) -> None:
+        """Keep what was remarked on clients, one note for all of whom the same is said, and on the server."""
+        remarks: dict[str, list[int]] = {}
+        for reply in replies:
+            for note in reply.notes:
+                remarks.setdefault(note, []).append(reply.client)
+        for note, clients in remarks.items():
+            self.note(f"{clients_named(clients)}: {note}", show=False, clients=clients)
+            unheard = [client for client in clients if f"client {client}: {note}" not in self._shown]
+            self._shown.update(f"client {client}: {note}" for client in unheard)
+            if unheard:
+                self.watcher.on_note(f"{clients_named(unheard)}: {note}")
+        for note in self.engine.notes + self.server.notes:
+            self.note(note)
+        self.engine.notes.clear()
+        self.server.notes.clear()
+
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; every other is noted with its reason."""
-        sound = []
-        for reply in replies:
-            try:
-                if reply.failure:
-                    raise BadMessage(reply.failure)
-                self.method.check(reply.message)
-                sound.append(reply)
-            except BadMessage as error:
-                self.note(f"round {number} goes on without client {reply.client}: {error}", client=reply.client)
+        sound, refused = self.door.admit(number, replies, self.progress.sizes)
+        for client, reason in refused.items():
+            self.note(f"round {number} goes on without client {client}: {reason}", client=client)
         return sound
 
     def _evaluate(self, number: int) -> dict[str, float]:
@@ -259,11 +271,11 @@ class Federation:
             return number % self.config.checkpoint_every == 0
         return time.perf_counter() - self._last_checkpoint > max(1.0, self._checkpoint_seconds / CHECKPOINT_SHARE)
 
-    def note(self, note: str, **details: Any) -> None:
+    def note(self, note: str, *, show: bool = True, **details: Any) -> None:
         """Keep a remark as an event of the run, and show it if it has not been shown yet."""
         with suppress(OSError):  # a remark about a full disk may not fit on it
             self.folder.add_event("note", round=self.server.round, note=note, **details)
-        if note not in self._shown:
+        if show and note not in self._shown:
             self._shown.add(note)
             self.watcher.on_note(note)
 

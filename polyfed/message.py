@@ -7,7 +7,7 @@ and counts ride beside them as metadata and are never counted as floats. Bytes a
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,8 +25,11 @@ _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
 }  # fmt: skip
-"""What safetensors calls a type, in the order in which it ranks them."""
+"""What safetensors calls the usual types, in the order in which it ranks them."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+
+LARGEST_COUNT = 2**40
+"""Nobody has so many samples, and up to here sums and products of counts are exact in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -43,28 +46,21 @@ class Message:
 
     @property
     def floats(self) -> int:
-        """How many numbers travel, metadata apart."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        """How many numbers travel, metadata apart; of what is no plain tensor, none does."""
+        return sum(tensor.numel() for tensor in self.tensors.values() if is_plain(tensor))
 
     @property
     def nbytes(self) -> int:
-        """The length of `to_bytes()`, without building it; an empty message is not sent and costs nothing."""
-        entries = self._entries()
-        if not entries:
-            return 0
-        # safetensors: an 8-byte length, a JSON header padded to 8 bytes, the tensors sorted by type, then name.
-        header: dict[str, object] = {}
-        offset = 0
-        for name, tensor in sorted(entries.items(), key=lambda item: (-_RANKS[item[1].dtype], item[0])):
-            end = offset + tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-        return 8 + -(-length // 8) * 8 + offset
+        """The length of `to_bytes()`; an empty message is not sent and costs nothing.
+
+        It never fails: what can't travel (sparse or meta tensors, say, or what is no tensor at all) counts nothing.
+        """
+        entries = {name: tensor for name, tensor in self._entries().items() if is_plain(tensor)}
+        try:
+            usual = all(tensor.dtype in _DTYPES for tensor in entries.values())
+            return _length(entries) if usual else len(state_bytes(entries))
+        except Exception:  # a name or a type that safetensors does not have: such a message is refused anyway
+            return sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
 
     def to_bytes(self) -> bytes:
         """The message as safetensors bytes."""
@@ -84,17 +80,59 @@ class Message:
         return Message(tensors, metadata)
 
     def snapshot(self, unmoved: Collection[str] = ()) -> Message:
-        """A copy that shares no storage with anyone's live state, on the CPU but for the tensors named."""
+        """A copy that shares no storage with anyone's live state, on the CPU but for the tensors named.
+
+        What is no plain tensor stays as it is: the check refuses it.
+        """
+
+        def copied(name: str, tensor: Tensor) -> Tensor:
+            if not is_plain(tensor):
+                return tensor
+            return tensor.detach().clone() if name in unmoved else tensor.detach().to("cpu", copy=True)
+
         return Message(
+            {name: copied(name, tensor) for name, tensor in self.tensors.items()},
             {
-                name: tensor.detach().clone() if name in unmoved else tensor.detach().to("cpu", copy=True)
-                for name, tensor in self.tensors.items()
+                name: tensor.detach().to("cpu", copy=True) if is_plain(tensor) else tensor
+                for name, tensor in self.metadata.items()
             },
-            {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.metadata.items()},
         )
 
     def _entries(self) -> State:
-        return {**self.tensors, **{_METADATA + name: tensor for name, tensor in self.metadata.items()}}
+        return {**self.tensors, **{f"{_METADATA}{name}": tensor for name, tensor in self.metadata.items()}}
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether this is a tensor whose values lie in memory one by one: not sparse, nested, quantised or on `meta`."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and not tensor.is_quantized
+    )
+
+
+def largest(tensors: Iterable[Tensor]) -> Tensor:
+    """The largest absolute value in all of these tensors, NaN if there is one; zero if they are empty."""
+    # The extremes are found many times faster than every value is looked at by isfinite, and without a copy.
+    extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
+    return torch.stack(extremes).abs().max() if extremes else torch.zeros(())
+
+
+def _length(entries: Mapping[str, Tensor]) -> int:
+    """The length of `state_bytes`, without building them."""
+    if not entries:
+        return 0
+    # safetensors: an 8-byte length, a JSON header padded to 8 bytes, the tensors sorted by type, then name.
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in sorted(entries.items(), key=lambda item: (-_RANKS[item[1].dtype], item[0])):
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+    return 8 + -(-length // 8) * 8 + offset
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> bytes:
@@ -114,6 +152,8 @@ class Floats:
 
     shape: tuple[int | str, ...]
     optional: bool = False
+    negative: bool = True
+    """Whether values below zero make sense; those of a variance do not."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +167,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Counts:
-    """Sample counts of at least one."""
+    """Sample counts of at least one, and not beyond all sense."""
 
     shape: tuple[int | str, ...]
     optional: bool = False
@@ -152,8 +192,10 @@ class Schema:
         for name, tensor in message.tensors.items():
             _check_type(name, tensor, torch.float32)
             _check_shape(name, tensor, self.tensors[name].shape, sizes)
-            if not bool(torch.isfinite(tensor).all()):
+            if not bool(largest([tensor]).isfinite()):
                 raise BadMessage(f"'{name}' holds values that are not finite.")
+            if not self.tensors[name].negative and bool((tensor < 0).any()):
+                raise BadMessage(f"'{name}' holds a negative variance.")
         for name, tensor in message.metadata.items():
             entry = self.metadata[name]
             _check_type(name, tensor, torch.int64)
@@ -164,10 +206,12 @@ class Schema:
                 _check_shape(name, tensor, entry.shape, sizes)
                 if bool((tensor < 1).any()):
                     raise BadMessage(f"'{name}' holds a count below 1.")
+                if bool((tensor > LARGEST_COUNT).any()):
+                    raise BadMessage(f"'{name}' holds a count above {LARGEST_COUNT}.")
 
 
 def _check_names(kind: str, found: Mapping[str, Tensor], expected: Mapping[str, Floats | Labels | Counts]) -> None:
-    unknown = sorted(set(found) - set(expected))
+    unknown = sorted(set(found) - set(expected), key=str)
     missing = sorted(name for name, entry in expected.items() if name not in found and not entry.optional)
     if unknown:
         raise BadMessage(f"the message has an unexpected {kind} '{unknown[0]}'.")
@@ -176,6 +220,8 @@ def _check_names(kind: str, found: Mapping[str, Tensor], expected: Mapping[str, 
 
 
 def _check_type(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if not is_plain(tensor):
+        raise BadMessage(f"'{name}' is not a plain tensor, dense and with its values in memory.")
     if tensor.dtype != dtype:
         raise BadMessage(f"'{name}' is {tensor.dtype}, not {dtype}.")
 

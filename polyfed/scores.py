@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from polyfed.engines import Evaluation
+from polyfed.replies import Sizes
 
 Part = Literal["test", "validation"]
 
@@ -77,6 +78,8 @@ class Progress:
     totals: dict[str, float] = field(default_factory=dict)
     stale: set[int] = field(default_factory=set)
     """Clients that trained since they were last evaluated."""
+    sizes: Sizes = field(default_factory=Sizes)
+    """How large replies were, so that a resumed run decides alike which to refuse."""
 
     def add_costs(self, costs: Mapping[str, float]) -> None:
         """Add a round's costs to the totals."""
@@ -91,6 +94,7 @@ class Progress:
             "latest": {str(client): asdict(score) for client, score in self.latest.items()},
             "totals": self.totals,
             "stale": sorted(self.stale),
+            "sizes": self.sizes.to_dict(),
         }
 
     @staticmethod
@@ -102,6 +106,7 @@ class Progress:
             {int(client): Evaluation(**score) for client, score in values["latest"].items()},
             dict(values["totals"]),
             set(values["stale"]),
+            Sizes.from_dict(values["sizes"]) if "sizes" in values else Sizes(),
         )
 
 

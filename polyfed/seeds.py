@@ -7,8 +7,9 @@ resumed run draws what the uninterrupted one would have drawn.
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -38,11 +39,39 @@ def numpy_generator(seed: int, *purpose: str | int) -> np.random.Generator:
 
 
 @contextmanager
-def seeded(seed: int, *purpose: str | int) -> Iterator[None]:
-    """Fix torch's global generator inside the block (network initialisers know no other) and restore it afterwards.
+def seeded(seed: int, *purpose: str | int, device: torch.device | None = None) -> Iterator[None]:
+    """Fix the global generators of torch, Python and numpy inside the block, and restore them afterwards.
 
-    One thread at a time: two that build networks at once would take draws from each other.
+    Network initialisers know no others, and some networks draw from them in their forward; `device` is where. One
+    thread at a time: two that build networks at once would take draws from each other.
     """
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, *purpose))
+    chosen = derive(seed, *purpose)
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=devices), _others_restored():
+        torch.manual_seed(chosen)
+        random.seed(chosen)
+        np.random.seed(chosen % 2**32)
         yield
+
+
+@contextmanager
+def watched() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether the block has drawn from a global generator; restores them afterwards."""
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]), _others_restored():
+        before = _global_states()
+        yield lambda: _global_states() != before
+
+
+def _global_states() -> tuple[object, ...]:
+    """The states of torch's (on the CPU), Python's and numpy's global generators, to compare."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+
+
+@contextmanager
+def _others_restored() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

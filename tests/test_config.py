@@ -121,7 +121,8 @@ def test_options_change_one_by_one_but_not_those_of_another_method() -> None:
         ({"workers": 0}, "workers is 0, but must be a whole number at least 1, or none"),
         ({"training": 3}, "training is 3, but must be names with values"),
         ({"method": {"weight": 1}}, "names no method"),
-        ({"method": 3}, "names no method"),
+        ({"method": 3}, "method is a value of type int, but must be a name, a subclass of polyfed.Method or"),
+        ({"method": ["fedproto", "fedavg"]}, "method is a list, but a run has one method: use one run per method"),
         ({"min_replies": 3, "clients": 4, "participation": 0.5}, "min_replies is 3, but must be at most 2"),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.costs import ClientFlops, measure
-from polyfed.data import ClientData, Dataset
+from polyfed.data import Dataset
 from polyfed.engines import Population
 from polyfed.methods.base import Phase
 
@@ -41,22 +41,17 @@ def test_the_pass_for_covariances_adds_a_product_per_sample() -> None:
     assert measure(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3 + 2 * 500 * 500
 
 
-def test_a_round_multiplies_by_samples_and_epochs() -> None:
-    """10 samples: two epochs of all at 3 operations, one of the last half at 5, one collecting pass at 7."""
-    phases = [
-        Phase("all", ("model",), lambda net, batch: batch.x, epochs=2),
-        Phase("half", ("model",), lambda net, batch: batch.x, epochs=1, part=(0.5, 1.0)),
-    ]
-    data = ClientData(torch.arange(10), torch.arange(0), torch.arange(0))
-    assert ClientFlops({"all": 3.0, "half": 5.0}, 7.0).of_round(phases, data) == 2 * 10 * 3 + 5 * 5 + 10 * 7
+def test_a_round_multiplies_by_visited_samples() -> None:
+    """20 visits at 3 operations, 5 at 5, and a collecting pass over 10 samples at 7."""
+    flops = ClientFlops({"all": 3.0, "half": 5.0}, 7.0)
+    assert flops.of_round({"all": 20, "half": 5}, 10) == 20 * 3 + 5 * 5 + 10 * 7
 
 
 @pytest.mark.parametrize("samples", [1, 3, 5, 7])
 def test_parts_add_up_to_all_samples(samples: int) -> None:
-    """What engines train on and what is counted round alike, so that two halves are a whole."""
+    """Neighbouring parts round alike, so that two halves are a whole."""
     halves = [
-        Phase(name, ("model",), lambda net, batch: batch.x, epochs=1, part=part)
+        Phase(name, ("model",), lambda net, batch: batch.x, epochs=1, part=part).edges(samples)
         for name, part in (("first", (0.0, 0.5)), ("second", (0.5, 1.0)))
     ]
-    data = ClientData(torch.arange(samples), torch.arange(0), torch.arange(0))
-    assert ClientFlops({"first": 1.0, "second": 1.0}, 0.0).of_round(halves, data) == samples
+    assert sum(stop - start for start, stop in halves) == samples

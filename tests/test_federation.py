@@ -230,5 +230,17 @@ def test_a_batch_of_one_is_left_out_where_batch_norm_can_not_take_it(tmp_path: P
     assert [len(own.train) for own in federation.population.data] == [24] * 4
     federation.run()
     words = "phase 'model': a last batch of one sample was left out because of batch norm"
-    assert shown == [f"client {client}: {words}" for client in range(4)]
-    assert sum(event["event"] == "note" for event in federation.folder.events()) == 8
+    assert shown == [f"clients 0, 1, 2 and 3: {words}"]
+    notes = [event for event in federation.folder.events() if event["event"] == "note"]
+    assert [note["clients"] for note in notes] == [[0, 1, 2, 3]] * 2
+
+
+def test_a_remark_is_shown_only_of_clients_of_whom_it_was_not_shown_before(tmp_path: Path) -> None:
+    shown: list[str] = []
+    federation = support.federation(tmp_path, "standalone")
+    monkeypatched = Watcher()
+    monkeypatched.on_note = shown.append  # type: ignore[method-assign]
+    federation.watcher = monkeypatched
+    for clients in ([3, 5], [3, 4, 5], [4], list(range(60))):
+        federation._note_remarks([Reply(client, Message(), notes=("odd",)) for client in clients])
+    assert shown == ["clients 3 and 5: odd", "client 4: odd", "clients 0, 1, 2 and 54 others: odd"]

@@ -1,6 +1,7 @@
 """Messages: exact sizes, safe bytes, and checks that let nothing unsound through."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,49 @@ def test_any_name_is_counted(name: str) -> None:
     message = Message({name: torch.zeros(3)}, {name: torch.tensor([1])})
     assert message.nbytes == len(message.to_bytes())
     assert list(Message.from_bytes(message.to_bytes()).tensors) == [name]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.float8_e4m3fn,
+        torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    ],
+)  # fmt: skip
+def test_unusual_types_are_counted_read_back_and_refused(dtype: torch.dtype) -> None:
+    data = Message({"a": torch.ones(3), "b": torch.zeros(3).to(dtype)}, {"c": torch.arange(2)}).to_bytes()
+    message = Message.from_bytes(data)
+    assert message.tensors["b"].dtype == dtype
+    assert message.nbytes == len(data)
+    assert message.snapshot().tensors["b"].dtype == dtype
+    with pytest.raises(BadMessage, match="'b' is torch"):
+        Schema({"a": Floats((3,)), "b": Floats((3,))}, {"c": Counts((2,))}).check(message)
+
+
+NO_PLAIN_TENSORS: list[Any] = [
+    torch.eye(3).to_sparse(), torch.zeros(10**9, 10**9, device="meta"), [1.0, 2.0], None, 3, "text",
+    torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_PLAIN_TENSORS, ids=lambda value: type(value).__name__)
+def test_what_is_no_plain_tensor_costs_nothing_and_is_refused(value: Any) -> None:
+    rest = Message({"a": torch.ones(3)})
+    for message in (Message({"a": torch.ones(3), "b": value}), Message({"a": torch.ones(3)}, {"b": value})):
+        assert (message.floats, message.nbytes) == (3, rest.nbytes)
+        assert message.snapshot().floats == 3
+    with pytest.raises(BadMessage, match="'b' is not a plain tensor"):
+        Schema({"a": Floats((3,)), "b": Floats((3,))}).check(Message({"a": torch.ones(3), "b": value}))
+    with pytest.raises(BadMessage, match="'b' is not a plain tensor"):
+        Schema({}, {"b": Counts((1,))}).check(Message({}, {"b": value}))
+
+
+@pytest.mark.parametrize("name", ["\ud800", 7])
+def test_names_that_no_file_can_have_cost_something_too(name: Any) -> None:
+    message = Message({name: torch.zeros(3), "a": torch.zeros(1)})
+    assert message.nbytes == 16
+    with pytest.raises(BadMessage, match="unexpected tensor"):
+        Schema().check(message)
 
 
 def test_floats_do_not_count_metadata() -> None:
@@ -96,7 +140,11 @@ def test_a_snapshot_shares_no_storage() -> None:
 
 
 SCHEMA = Schema(
-    {"vectors": Floats(("seen", 2)), "extra": Floats((), optional=True)},
+    {
+        "vectors": Floats(("seen", 2)),
+        "extra": Floats((), optional=True),
+        "variances": Floats((2,), optional=True, negative=False),
+    },
     {"labels": Labels(4), "counts": Counts(("seen",))},
 )
 VECTORS, LABELS, COUNTS = torch.ones(2, 2), torch.tensor([0, 3]), torch.tensor([5, 1])
@@ -129,6 +177,8 @@ def test_sound_messages_pass() -> None:
         ({"labels": torch.tensor([3, 0])}, "rising order"),
         ({"labels": torch.tensor([2, 2])}, "rising order"),
         ({"counts": torch.tensor([5, 0])}, "below 1"),
+        ({"counts": torch.tensor([5, 2**63 - 1])}, "a count above"),
+        ({"variances": -torch.ones(2)}, "'variances' holds a negative variance"),
     ],
 )
 def test_the_first_difference_is_named(changes: dict[str, Tensor | None], words: str) -> None:

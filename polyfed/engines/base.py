@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
+from polyfed.compute import physical_memory
 from polyfed.costs import ClientFlops, measure
 from polyfed.engines import local
 from polyfed.engines.local import Evaluation
 from polyfed.engines.population import Population, Workbench, hollow, state_of
 from polyfed.engines.store import ClientStore
+from polyfed.errors import PolyfedError, RunError, user_place
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.methods.network import ClientNetwork
+from polyfed.models.dryrun import first_line
+from polyfed.seeds import watched
 
 
 class Engine(ABC):
@@ -76,6 +81,8 @@ class LocalEngine(Engine):
         self._beginners = Counter(architecture.name for architecture in population.architectures)
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
+        self._notes: list[str] = []
+        """What the engine has noticed and not said yet."""
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device), self.notes.append)
 
@@ -100,7 +107,8 @@ class LocalEngine(Engine):
         state = self.store.take(client)
         local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
-        reply = local.train(self.population, client, network, round, self._client_flops(client))
+        with self._explained(f"round {round}", client):
+            reply = local.train(self.population, client, network, round, self._client_flops(client))
         for name, buffer in network.named_buffers():  # one that the network has replaced, not changed in place
             if buffer is not state[name]:
                 state[name].copy_(buffer.detach())
@@ -115,7 +123,24 @@ class LocalEngine(Engine):
             state = {name: tensor.clone() for name, tensor in state.items()}
             local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
-        return local.evaluate(self.population, client, network)
+        with self._explained("the evaluation", client), self.population.global_draws("evaluation", round, client):
+            return local.evaluate(self.population, client, network)
+
+    @contextmanager
+    def _explained(self, when: str, client: int) -> Iterator[None]:
+        """An error in the user's own code inside the block becomes one sentence that says where it arose."""
+        try:
+            yield
+        except (PolyfedError, OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            place = user_place(error)
+            if not place:
+                raise
+            name = self.population.architectures[client].name
+            raise RunError(
+                f"in {when}, client {client} ({name}) fails in your own code with: {first_line(error)}{place}."
+            ) from error
 
     def _first_state(self, client: int) -> State:
         if self.population.own_start:
@@ -146,12 +171,20 @@ class LocalEngine(Engine):
             if self._beginners[name] == 0:
                 self._first.pop(name, None)
 
+    def _with_notes(self, replies: list[Reply]) -> list[Reply]:
+        """Attach what the engine noticed to the first reply."""
+        if self._notes and replies:
+            replies[0] = replace(replies[0], notes=(*replies[0].notes, *self._notes))
+            self._notes.clear()
+        return replies
+
     def _measure(self, client: int) -> ClientFlops:
         """Count on tensors without content, which costs nothing; on real ones if the network looks at its data."""
-        try:
-            return measure(self.population.new_network(client).to("meta"), self.population.method)
-        except (RuntimeError, NotImplementedError):
-            return measure(self.population.new_network(client), self.population.method)
+        with watched():  # a network may draw from a global generator, and the caller's stays as it is
+            try:
+                return measure(self.population.new_network(client).to("meta"), self.population.method)
+            except (RuntimeError, NotImplementedError):
+                return measure(self.population.new_network(client), self.population.method)
 
     def _client_flops(self, client: int) -> ClientFlops:
         name = self.population.architectures[client].name
@@ -165,4 +198,4 @@ def default_memory_budget(device: torch.device) -> int:
     """Half of the memory of the machine, or a third of the GPU's, where training needs the rest."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] // 3
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return physical_memory() // 2

@@ -12,6 +12,7 @@ from polyfed.engines import local
 from polyfed.engines.batches import visits
 from polyfed.engines.cohort import PhaseStep, Stack
 from polyfed.engines.population import Population
+from polyfed.message import State, largest
 from polyfed.methods.base import Phase
 from polyfed.methods.statistics import ClassStatistics, means_from_sums
 
@@ -51,13 +52,35 @@ class Begun:
                     tracked[i] = tracked[i] or means_from_sums(sums, seen)
         return tracked
 
+    def weights(self) -> Tensor:
+        """The largest absolute value of all that was trained, which is not finite if training has diverged."""
+        return largest(tensor for phase in self.phases for tensor in self._trained(phase).values())
+
+    def check_weights(self, largest_value: Tensor, round: int) -> None:
+        """Raise if what `weights` found is not finite; which client and phase it was is looked for only then."""
+        if bool(largest_value.isfinite()):
+            return
+        for i, client in enumerate(self.clients):
+            for phase in self.phases:
+                if not bool(largest(tensor[i] for tensor in self._trained(phase).values()).isfinite()):
+                    raise local.diverged("weights", client, round, phase.name)
+
+    def _trained(self, phase: Phase) -> State:
+        """What a phase may have changed; what a later phase changes too counts as that one's."""
+        later = self.phases[self.phases.index(phase) + 1 :]
+        return {
+            name: tensor[: len(self.clients)]
+            for name, tensor in self.stack.state.items()
+            if local.is_trained(name, tensor, phase) and not any(local.is_trained(name, tensor, p) for p in later)
+        }
+
     def losses(self, visited: Sequence[Tensor], round: int) -> list[float]:
         """Each client's mean loss in the first phase that trains its model. This waits for the GPU."""
         losses = []
         for phase, step, counts in zip(self.phases, self.steps, visited, strict=True):
             samples, totals = counts.sum(1).tolist(), step.total.tolist()[: len(self.clients)]
-            for client, total in zip(self.clients, totals, strict=True):
-                local.check_finite(total, client, round, phase.name)
+            for client, total, seen in zip(self.clients, totals, samples, strict=True):
+                local.check_loss(total, seen, client, round, phase.name)
             if "model" in phase.trains:
                 losses.append([t / n if n else float("nan") for t, n in zip(totals, samples, strict=True)])
         return losses[0] if losses else [float("nan")] * len(self.clients)

@@ -214,7 +214,7 @@ class PhaseStep:
     def _clipped(self, gradients: State, largest: float) -> State:
         """Each client's gradient, shortened module by module where it is longer than that."""
         shortened: State = {}
-        for group in self._groups:
+        for group in filter(None, self._groups):  # a module may be frozen, or out of the loss's reach
             norms = [torch.linalg.vector_norm(gradients[name].reshape(len(self.total), -1), dim=1) for name in group]
             factor = (largest / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)
             shortened |= {name: gradients[name] * _column(factor, gradients[name]) for name in group}

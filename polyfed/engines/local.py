@@ -6,6 +6,7 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,13 +19,15 @@ from polyfed.engines.batches import batches
 from polyfed.engines.population import Population, state_of
 from polyfed.engines.sgd import sgd
 from polyfed.errors import DivergedError
-from polyfed.message import Message, State
+from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
 from polyfed.methods.network import ClientNetwork
 from polyfed.methods.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
 from polyfed.models import set_generator
 
 EVALUATION_BATCH = 64
+LARGEST_LOSS = 1e9
+"""A mean loss beyond this has diverged, although it is still a number."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,13 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     method, data = population.method, population.data[client]
     set_generator(network, population.device_generator("dropout", round, client))
     phases = method.phases()
-    results = [train_phase(population, client, network, phase, round) for phase in phases]
+    results = []
+    for phase in phases:
+        with population.global_draws(phase.name, round, client):
+            results.append(train_phase(population, client, network, phase, round))
     notes = [note for result in results for note in result.notes]
     network.eval()
-    with torch.no_grad():
+    with torch.no_grad(), population.global_draws("answer", round, client):
         some = population.dataset.batch(data.train[:EVALUATION_BATCH], population.device)
         notes += [remark for remark, true in method.inspect(network, Batch(*some)).items() if bool(true)]
         answer = Trained(
@@ -83,16 +89,20 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
             statistics=collect(population, data, network),
             tracked=next((result.tracked for result in results if result.tracked), None),
         )
+        check_statistics([answer], [client], round)
         message = method.upload(answer).snapshot(method.heavy)
     losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
-    return Reply(client, message, losses[0] if losses else float("nan"), flops.of_round(phases, data), tuple(notes))
+    visits = {phase.name: result.visited for phase, result in zip(phases, results, strict=True)}
+    spent = flops.of_round(visits, len(data.train))
+    return Reply(client, message, losses[0] if losses else float("nan"), spent, tuple(notes))
 
 
 @dataclass
 class PhaseResult:
-    """What came out of one phase: mean loss, class means of tracked vectors, remarks."""
+    """What came out of one phase: mean loss, how many samples were visited, class means of tracked vectors, remarks."""
 
     loss: float = float("nan")
+    visited: int = 0
     tracked: ClassStatistics | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -125,29 +135,68 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
                 sums = torch.zeros(len(counts), vectors.shape[1], device=device).double() if sums is None else sums
                 sums.index_add_(0, batch.y, vectors.detach().double())
                 counts += torch.bincount(batch.y, minlength=len(counts))
-    check_finite(float(total), client, round, phase.name)
+    check_loss(float(total), visited, client, round, phase.name)
     net.requires_grad_(False)
+    # The last step has no loss after it that would show what it did.
+    if not bool(largest(t for name, t in state_of(net).items() if is_trained(name, t, phase)).isfinite()):
+        raise diverged("weights", client, round, phase.name)
+    result.visited = visited
     result.loss = float(total) / visited if visited else float("nan")
     result.tracked = means_from_sums(sums, counts) if sums is not None else None
     return result
 
 
-def check_finite(loss: float, client: int, round: int, phase: str) -> None:
+def check_loss(total: float, samples: int, client: int, round: int, phase: str) -> None:
     """Raise if training has diverged."""
-    if not math.isfinite(loss):
-        raise DivergedError(
-            f"the loss of client {client} is no longer finite in round {round}, phase '{phase}': lower the learning "
-            "rate (--lr) or limit the gradient (--set training.clip=10)."
-        )
+    if not math.isfinite(total):
+        raise diverged("loss", client, round, phase)
+    if abs(total) > LARGEST_LOSS * max(1, samples):
+        raise diverged("loss", client, round, phase, f"has grown to {total / samples:.1e}")
+
+
+def is_trained(name: str, tensor: Tensor, phase: Phase) -> bool:
+    """Whether an entry of a client's state can change in a phase and stop being finite."""
+    return tensor.is_floating_point() and any(name.startswith(f"{module}.") for module in phase.trains)
+
+
+def check_statistics(answers: Sequence[Trained], clients: Sequence[int], round: int) -> None:
+    """Raise if what clients gathered of their samples is not finite, as after weights that are finite but huge."""
+    found = [[own for own in (answer.statistics, answer.tracked) if own is not None] for answer in answers]
+    tensors = [[t for own in each for t in (own.means, own.covariances) if t is not None] for each in found]
+    devices = {tensor.device for own in tensors for tensor in own}
+    if all(bool(largest(t for own in tensors for t in own if t.device == device).isfinite()) for device in devices):
+        return
+    broken = (any(not bool(largest([tensor]).isfinite()) for tensor in own) for own in tensors)
+    raise diverged(
+        "class statistics", next(c for c, is_broken in zip(clients, broken, strict=True) if is_broken), round
+    )
+
+
+def diverged(what: str, client: int, round: int, phase: str | None = None, how: str = "") -> DivergedError:
+    """The error for a client's training that is no longer finite, or has gone astray in some other way."""
+    how = how or f"{'is' if what == 'loss' else 'are'} no longer finite"
+    where = f"round {round}" + (f", phase '{phase}'" if phase else "")
+    return DivergedError(
+        f"the {what} of client {client} {how} in {where}: lower the learning rate (--lr) or limit "
+        "the gradient (--set training.clip=10)."
+    )
 
 
 def prepare(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
-    """Set the phase's modules to training and all others to evaluation and frozen; parameters by trained module."""
+    """Set the phase's modules to training and all others to evaluation and frozen; parameters by trained module.
+
+    What its user froze or left in evaluation mode stays so.
+    """
     net.eval().requires_grad_(False)
+    frozen = {parameter for name, parameter in net.named_parameters() if name in net.rest.parameters}
     groups = []
     for name in phase.trains:
-        module = net.get_submodule(name).train().requires_grad_(True)
-        groups.append(list(module.parameters()))
+        module = net.get_submodule(name).train()
+        groups.append([parameter for parameter in module.parameters() if parameter not in frozen])
+        for parameter in groups[-1]:
+            parameter.requires_grad_()
+    for name in net.rest.modules:
+        net.get_submodule(name).training = False
     return groups
 
 

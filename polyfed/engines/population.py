@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,6 +37,8 @@ class Population:
     """What became of the dataset's own test set: apart, pooled, or none if it has none."""
     notes: Sequence[str] = ()
     """Remarks on the data, for the run's record."""
+    draws: frozenset[str] = frozenset()
+    """Architectures whose networks draw from global generators in their forward."""
     _parameters: dict[str, int] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
@@ -95,6 +98,12 @@ class Population:
     def device_generator(self, purpose: str, round: int, client: int) -> torch.Generator:
         """The same, for draws that happen on the compute device (dropout)."""
         return torch.Generator(self.device).manual_seed(derive(self.seed, purpose, round, client))
+
+    def global_draws(self, purpose: str, round: int, client: int) -> AbstractContextManager[None]:
+        """Inside, what the client's network draws from global generators is seeded too, one client at a time."""
+        if self.architectures[client].name not in self.draws:
+            return nullcontext()
+        return seeded(self.seed, f"network/{purpose}", round, client, device=self.device)
 
 
 def state_of(network: nn.Module) -> State:

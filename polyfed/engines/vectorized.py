@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -66,7 +65,6 @@ class VectorizedEngine(LocalEngine):
         self._longest: dict[str, int] = {}
         for data, architecture in zip(population.data, population.architectures, strict=True):
             self._longest[architecture.name] = max(self._longest.get(architecture.name, 0), len(data.train))
-        self._notes: list[str] = []
         if population.device.type == "cuda" and trouble():
             self._notes.append(f"convolutions are slower than they could be: our kernels can't run here ({trouble()})")
 
@@ -212,9 +210,17 @@ class VectorizedEngine(LocalEngine):
                 Trained(people.counts[client], round, state, *found)
                 for client, state, *found in zip(clients, parts, statistics, begun.tracked(visited), strict=True)
             ]
-            spent = [flops.of_round(begun.phases, people.data[client]) for client in clients]
+            seen = zip(*(counts.sum(1).tolist() for counts in visited), strict=True)
+            names = [phase.name for phase in begun.phases]
+            spent = [
+                flops.of_round(dict(zip(names, own, strict=True)), len(people.data[client].train))
+                for client, own in zip(clients, seen, strict=True)
+            ]
             notes = [(*begun.notes(), *own_remarks) for own_remarks in remarks]
+            weights = begun.weights()
             losses = begun.losses(visited, round)  # waits for the GPU, so as late as it can be
+            begun.check_weights(weights, round)
+            local.check_statistics(answers, clients, round)
             messages = [method.upload(answer).snapshot(method.heavy) for answer in answers]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last of all: a cohort that has run out of memory is tried again from its old states.
@@ -344,7 +350,7 @@ class VectorizedEngine(LocalEngine):
         if name not in self._normed:
             network = self._network(client)
             self._normed[name] = stacked.normed_phases(network, self.population.method.phases())
-            reason = stacked.unstackable(network) or self._try(client)
+            reason = self._draws(name) or stacked.unstackable(network) or self._try(client)
             if reason:
                 self._looped[name] = reason
                 self._notes.append(f"clients with {name} train one after another: {reason}")
@@ -379,9 +385,5 @@ class VectorizedEngine(LocalEngine):
             return " ".join(str(error).split())[:200]
         return None
 
-    def _with_notes(self, replies: list[Reply]) -> list[Reply]:
-        """Attach what the engine noticed to the first reply."""
-        if self._notes and replies:
-            replies[0] = replace(replies[0], notes=(*replies[0].notes, *self._notes))
-            self._notes.clear()
-        return replies
+    def _draws(self, name: str) -> str | None:
+        return "it draws from a global generator, which is seeded for each" if name in self.population.draws else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyfed.errors import unknown_name
+from polyfed.errors import InputError, unknown_name
 from polyfed.methods.base import Method
 from polyfed.methods.dc_pfl import DCPFL
 from polyfed.methods.fd import FD
@@ -42,6 +42,23 @@ METHODS: dict[str, type[Method]] = {
         PFedES,
     )
 }
+
+
+OWN = frozenset(METHODS)
+"""The names of polyfed's own methods."""
+
+
+def register(method: type[Method]) -> str:
+    """Let a method of the user's own be found by its name, which is returned; a new class replaces an older one."""
+    name = getattr(method, "name", None)
+    if not isinstance(name, str) or not name:
+        raise InputError(f"the method {method.__name__} has no name: give its class one, such as name = 'my-method'.")
+    if name in OWN and METHODS[name] is not method:
+        raise InputError(
+            f"the method {method.__name__} is called '{name}', as one of polyfed's own: give its class another name."
+        )
+    METHODS[name] = method
+    return name
 
 
 def find_method(name: str) -> type[Method]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -34,7 +35,15 @@ class Averaged(Method):
         return Message(part_of(server.state, self.module))
 
     def upload(self, client: Trained) -> Message:
-        return Message(part_of(client.state, self.module), client.sample_count if self.weighted else {})
+        return Message(self.sent(client.state), client.sample_count if self.weighted else {})
+
+    def sent(self, state: Mapping[str, Tensor]) -> State:
+        """The entries of a client's state that travel: those of the module, without what is frozen in it."""
+        return {name: tensor for name, tensor in part_of(state, self.module).items() if name in self._travels}
+
+    @cached_property
+    def _travels(self) -> frozenset[str]:
+        return frozenset(self.first_state())
 
     def schema(self) -> Schema:
         return Schema(same_shapes(self.first_state()), SAMPLES if self.weighted else {})

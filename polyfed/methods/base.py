@@ -283,11 +283,15 @@ class Method:
 
     def check(self, message: Message) -> None:
         """Raise `BadMessage` for an upload that must not be fused."""
-        self._kept_schema.check(message)
+        self.agreed_schema.check(message)
+
+    def weighed(self, message: Message) -> Mapping[str, Tensor]:
+        """The tensors whose largest values tell how large a sound upload is; by default all that it carries."""
+        return message.tensors
 
     @cached_property
-    def _kept_schema(self) -> Schema:
-        # Every reply is checked against it, and it may take building a network.
+    def agreed_schema(self) -> Schema:
+        """`schema()`, made once: every reply is checked against it, and it may take building a network."""
         return self.schema()
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:

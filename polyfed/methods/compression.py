@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyfed.errors import BadMessage
 from polyfed.message import Floats, Schema, State
+from polyfed.methods.tools import is_variance
 
 LEFT, RIGHT = ".left", ".right"
 
@@ -79,7 +80,7 @@ def compressed_schema(like: Mapping[str, Tensor]) -> Schema:
     entries: dict[str, Floats] = {}
     for name, tensor in like.items():
         matrix = tensor.dim() >= 2
-        entries[name] = Floats(tuple(tensor.shape), optional=matrix)
+        entries[name] = Floats(tuple(tensor.shape), optional=matrix, negative=not is_variance(name))
         if matrix:
             rows, columns = tensor.flatten(1).shape
             rank = f"rank of {name}"

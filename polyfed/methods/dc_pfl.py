@@ -24,7 +24,7 @@ from polyfed.methods.base import (
     Trained,
     Training,
 )  # fmt: skip
-from polyfed.methods.gaussians import Gaussians, diagonals, draw, pack, shares
+from polyfed.methods.gaussians import Gaussians, diagonals, draw, pack, possible, shares
 from polyfed.methods.server_training import check_finite, take_steps, train_on_vectors
 from polyfed.methods.tools import (
     ClassVectors,
@@ -110,10 +110,20 @@ class DCPFL(Method):
 
     def check(self, message: Message) -> None:
         super().check(message)
-        if self.config.calibrate and bool(
-            (diagonals(message.tensors["covariances"], self.task.feature_size) < 0).any()
-        ):
+        if not self.config.calibrate:
+            return
+        if bool((diagonals(message.tensors["covariances"], self.task.feature_size) < 0).any()):
             raise BadMessage("'covariances' holds a negative variance.")
+        if not possible(message.tensors["covariances"], self.task.feature_size):
+            raise BadMessage("'covariances' holds a covariance that is larger than its two variances allow.")
+
+    def weighed(self, message: Message) -> State:
+        # Covariances by standard deviations, which are of the features' own scale; no other entry is larger.
+        found = {"means": message.tensors["means"]}
+        if self.config.calibrate:
+            variances = diagonals(message.tensors["covariances"], self.task.feature_size)
+            found["standard deviations"] = variances.sqrt()
+        return found
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         messages = [reply.message for reply in replies if len(reply.message.metadata["labels"])]
@@ -135,7 +145,7 @@ class DCPFL(Method):
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.
             train(features, classes, epochs=epochs, batch_size=batch_size, generator=server.generator("calibration"))
-        check_finite(header, "header", server.round, config.server_lr)
+        check_finite(header, "header", server.round, config.server_lr, [means])
 
     def _virtual_features(self, server: Server, sent: Gaussians) -> tuple[Tensor, Tensor]:
         """Features of every class that was sent, in proportion to its samples, and their classes."""

@@ -96,7 +96,8 @@ class FedGen(Method):
     def upload(self, client: Trained) -> Message:
         # The server weights heads by their samples of a class; other clients only learn which classes there are.
         metadata = {"labels": client.classes, "counts": client.counts[client.classes]}
-        return Message(part_of(client.state, "model.head"), metadata)
+        head = part_of(client.state, "model.head")
+        return Message({name: tensor for name, tensor in head.items() if name in self._head_state}, metadata)
 
     def start(self, server: Server) -> None:
         sizes = (self.task.classes, self.task.feature_size, self.config.noise, self.config.hidden)
@@ -131,7 +132,7 @@ class FedGen(Method):
 
     def _train_generator(self, server: Server, heads: State, counts: Tensor) -> None:
         device, config = server.device, self.config
-        head = deepcopy(self._head).to(device).eval()
+        head = deepcopy(self._head).to(device).eval().requires_grad_(False)
         stacked = {name.removeprefix("model.head."): tensor.to(device) for name, tensor in heads.items()}
         train_generator(
             generator_of(server).to(device),
@@ -142,12 +143,12 @@ class FedGen(Method):
             lr=config.server_lr * config.decay ** (server.round - 1),
             random=server.generator("generator"),
         )
-        check_finite(generator_of(server), "generator", server.round, config.server_lr)
+        check_finite(generator_of(server), "generator", server.round, config.server_lr, heads.values())
         server.modules.cpu()
 
     @cached_property
     def _head(self) -> nn.Module:
-        return self.task.new_model().head.requires_grad_(False)
+        return self.task.new_model().head
 
     @cached_property
     def _head_state(self) -> State:

@@ -60,4 +60,4 @@ class FedGH(Method):
             lr=self.config.server_lr,
             generator=server.generator("header"),
         )
-        check_finite(header, "header", server.round, self.config.server_lr)
+        check_finite(header, "header", server.round, self.config.server_lr, [vectors])

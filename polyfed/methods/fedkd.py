@@ -14,10 +14,13 @@ from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Phase, Reply, 
 from polyfed.methods.compression import check_forms, compress, compressed_schema, restore
 from polyfed.methods.distillation import kl_divergence
 from polyfed.methods.shared_network import SharedNetwork
-from polyfed.methods.tools import cross_entropy, distance, part_of, plain_mean
+from polyfed.methods.tools import cross_entropy, distance, plain_mean
 
 SMALLEST_LOSS = 0.01
 """Distillation is never weighted by more than one over this, however sure both networks are."""
+STRONGEST_PULL = 0.2
+"""Distillation of features is never weighted by more than this times their number. It is a mean over them, so with few
+each is pulled the harder; unbounded, two features with both networks sure are thrown farther with every step."""
 
 
 class FedKD(SharedNetwork):
@@ -45,7 +48,7 @@ class FedKD(SharedNetwork):
         return {"shared": shared, "projection": nn.Linear(shared.feature_size, model.feature_size, bias=False)}
 
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
-        return restore(message.tensors, part_of(state, "shared"))
+        return restore(message.tensors, self.sent(state))
 
     def phases(self) -> list[Phase]:
         trains = ("model", "shared", "projection")
@@ -65,12 +68,13 @@ class FedKD(SharedNetwork):
         # Adaptive distillation: divided by the task losses of the batch. They are detached: otherwise both networks
         # could lower the quotient by getting worse at the task, and the private loss would reach the shared network.
         sureness = 1 / batch_mean(own + other, batch.mask).detach().clamp(min=SMALLEST_LOSS)
-        for_private = kl_divergence(other_logits, logits) + distance(features, projected.detach(), "mse")
-        for_shared = kl_divergence(logits, other_logits) + distance(features.detach(), projected, "mse")
+        pull = (STRONGEST_PULL * features.shape[1] / sureness).clamp(max=1.0)
+        for_private = kl_divergence(other_logits, logits) + pull * distance(features, projected.detach(), "mse")
+        for_shared = kl_divergence(logits, other_logits) + pull * distance(features.detach(), projected, "mse")
         return own + sureness * for_private, other + sureness * for_shared
 
     def upload(self, client: Trained) -> Message:
-        return Message(compress(part_of(client.state, "shared"), self.energy(client.round)))
+        return Message(compress(self.sent(client.state), self.energy(client.round)))
 
     def energy(self, round: int) -> float:
         """The share of energy that what is factored in a round keeps."""
@@ -86,6 +90,9 @@ class FedKD(SharedNetwork):
     def check(self, message: Message) -> None:
         super().check(message)
         check_forms(message.tensors, self._like)
+
+    def weighed(self, message: Message) -> State:
+        return restore(message.tensors, self._like)  # two factors of moderate size can have a huge product
 
     @cached_property
     def _like(self) -> State:

@@ -60,6 +60,11 @@ class FedSSA(Method):
                 "fedssa needs a head that is one linear layer, with one row for each class, but that of "
                 f"{task.architecture.name} is of type {type(head).__name__}; choose networks that end with one."
             )
+        if not all(parameter.requires_grad for parameter in head.parameters()):
+            raise InputError(
+                f"fedssa shares whole rows of the head, but parts of that of {task.architecture.name} are frozen: "
+                "leave its parameters trainable (requires_grad=True)."
+            )
         self.row_size = header_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
         self.announces_classes = not config.full_header
 

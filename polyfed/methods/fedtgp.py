@@ -85,7 +85,7 @@ class FedTGP(PrototypeMethod):
             generator=server.generator("prototypes"),
             work=6 * self.task.classes * self.task.feature_size**2,
         )
-        check_finite(prototypes, "prototypes", server.round, config.server_lr)
+        check_finite(prototypes, "prototypes", server.round, config.server_lr, [vectors])
         # A class that nobody has uploaded has a prototype too, pushed away from all others.
         sent = torch.arange(self.task.classes)
         if config.broadcast == "uploaded":

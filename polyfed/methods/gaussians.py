@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_LARGEST_BLOCK = 1 << 22
+"""Entries of packed matrices that are looked at together."""
+
 
 class Gaussians(NamedTuple):
     """What clients know of their classes: one row for each class of each client."""
@@ -40,6 +43,28 @@ def diagonals(triangles: Tensor, size: int) -> Tensor:
     return triangles[:, _places(every, every, size)]
 
 
+def possible(triangles: Tensor, size: int) -> bool:
+    """Whether no covariance in packed matrices is larger than its two variances allow: |Σ_ij| ≤ √(Σ_ii Σ_jj).
+
+    Variances must not be negative. What rounding may add is allowed, also where a variance is too small for a float.
+    """
+    sound = [torch.ones((), dtype=torch.bool, device=triangles.device)]
+    for some in triangles.split(max(1, _LARGEST_BLOCK // triangles.shape[1])):
+        deviations = diagonals(some, size).sqrt()
+        slack = 1e-6 * deviations.amax(1, keepdim=True).square() + torch.finfo(some.dtype).tiny
+        sound.append((some.abs() <= _products(deviations).mul_(1.001).add_(slack)).all())
+    return bool(torch.stack(sound).all())
+
+
+def _products(vectors: Tensor) -> Tensor:
+    """The outer products of vectors with themselves, packed."""
+    size = vectors.shape[1]
+    if vectors.is_cuda:
+        rows, columns = torch.triu_indices(size, size, device=vectors.device)
+        return vectors[:, rows] * vectors[:, columns]
+    return torch.cat([vectors[:, i : i + 1] * vectors[:, i:] for i in range(size)], 1)  # a look-up takes far longer
+
+
 def _places(row: Tensor, column: Tensor, size: int) -> Tensor:
     """Where entries of a symmetric matrix are in its packed triangle."""
     low, high = torch.minimum(row, column), torch.maximum(row, column)
@@ -51,12 +76,14 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
 
     A Cholesky decomposition with pivots, all matrices at once: each step takes the feature with most variance left
     and explains all it can by it. Singular and zero covariances need no care, and what is left at the end of one
-    that is not positive semi-definite (by rounding, say) is dropped.
+    that is not positive semi-definite (by rounding, say) is dropped. No entry can be larger than its feature's standard
+    deviation; that is enforced, beyond rounding, because what a hostile client sends might let them grow without end.
     """
     everyone = torch.arange(len(triangles), device=triangles.device)
     features = torch.arange(size, device=triangles.device)
     left = diagonals(triangles, size).double()
     smallest = 10 * torch.finfo(triangles.dtype).eps * left.amax(1)  # below this, all is rounding
+    most = (1.01 * left.clamp(min=0).sqrt() + 0.01 * left.amax(1, keepdim=True).clamp(min=0).sqrt()).to(triangles)
     found = triangles.new_zeros(len(triangles), min(rank, size), size)
     for step in range(found.shape[1]):
         variance, pivot = left.max(1)
@@ -65,7 +92,7 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
         column -= (done[everyone, :, pivot][:, None] @ done)[:, 0]
         usable = variance > smallest
         scale = torch.where(usable, torch.where(usable, variance, 1.0).rsqrt(), 0.0)
-        found[:, step] = column * scale[:, None]
+        found[:, step] = (column * scale[:, None]).clamp(-most, most)
         left -= found[:, step].square()
         left[everyone, pivot] = 0.0
     return found

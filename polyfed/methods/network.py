@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.errors import InputError
 from polyfed.models import SplitNetwork
+from polyfed.models.frozen import all_rests
 
 
 class ClientNetwork(nn.Module):
@@ -26,6 +27,8 @@ class ClientNetwork(nn.Module):
             if hasattr(self, name):
                 raise InputError(f"a method's module can't be called '{name}', which every client network already has.")
             self.add_module(name, module)
+        self.rest = all_rests(self.named_children())
+        """What the makers of these modules froze or left in evaluation mode; no phase changes it."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(x)

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from polyfed.compute import capturing, compute_threads
 from polyfed.errors import DivergedError
+from polyfed.message import largest
 from polyfed.methods.tools import cross_entropy
 
+SANE = 1e4
+"""Features, logits and weights of networks whose training goes well are smaller than this."""
 _eager = ContextVar("eager", default=False)
 _WORTH_CAPTURING = 100
 """Steps from which capturing one as a GPU graph costs less than it saves."""
@@ -98,13 +101,18 @@ def classification_loss(module: nn.Module, vectors: Tensor, labels: Tensor) -> T
     return cross_entropy(module(vectors), labels)
 
 
-def check_finite(module: nn.Module, what: str, round: int, lr: float) -> None:
-    """Raise if training on the server has broken a module."""
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
-        raise DivergedError(
-            f"the weights of the server's {what} are no longer finite in round {round}: lower the learning rate there "
-            f"(--set method.server_lr={lr / 10:g})."
-        )
+def check_finite(module: nn.Module, what: str, round: int, lr: float, received: Iterable[Tensor]) -> None:
+    """Raise if training on the server has broken a module; the advice depends on what the clients had sent."""
+    if bool(largest(t.detach() for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()).isfinite()):
+        return
+    sent = float(largest(received))
+    advice = (
+        f"lower the learning rate there (--set method.server_lr={lr / 10:g})"
+        if sent < SANE
+        else f"clients sent values of up to {sent:.1e}, so it is their training that has diverged; lower its learning "
+        "rate (--lr) or limit the gradient (--set training.clip=10)"
+    )
+    raise DivergedError(f"the weights of the server's {what} are no longer finite in round {round}: {advice}.")
 
 
 class _Replayed:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.message import Counts, Floats, Labels, Message, Schema, State
+from polyfed.models.frozen import rest_of
 
 if TYPE_CHECKING:
     from polyfed.methods.base import Reply
@@ -49,14 +50,24 @@ def part_of(state: Mapping[str, Tensor], module: str) -> State:
 
 
 def module_state(name: str, module: nn.Module) -> State:
-    """A module's float tensors, named as in a client's flat state: tied weights once, under their first name."""
+    """A module's float tensors, named as in a client's flat state: tied weights once, under their first name.
+
+    What is frozen in it is left out: nobody changes it, so nobody sends it.
+    """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return part_of({f"{name}.{key}": tensor.detach().clone() for key, tensor in tensors.items()}, name)
+    resting = rest_of(module).tensors
+    moving = {key: tensor for key, tensor in tensors.items() if key not in resting}
+    return part_of({f"{name}.{key}": tensor.detach().clone() for key, tensor in moving.items()}, name)
 
 
 def same_shapes(state: Mapping[str, Tensor]) -> dict[str, Floats]:
-    """The schema of messages that carry tensors shaped like these."""
-    return {name: Floats(tuple(tensor.shape)) for name, tensor in state.items()}
+    """The schema of messages that carry tensors shaped like these; the variances of batch norm are never negative."""
+    return {name: Floats(tuple(tensor.shape), negative=not is_variance(name)) for name, tensor in state.items()}
+
+
+def is_variance(name: str) -> bool:
+    """Whether an entry of a network's state holds batch norm's running variances."""
+    return name.rpartition(".")[2] == "running_var"
 
 
 def weighted_mean(replies: Sequence[Reply]) -> State:

@@ -5,7 +5,8 @@ their masks would depend on who happens to come first. Here a layer holds a gene
 and round, so a run gives the same numbers whatever runs beside it.
 
 Only layers are replaced: a network that calls `torch.nn.functional.dropout` in its own forward, or that gives a
-dropout rate to `nn.MultiheadAttention`, still draws from the global generator.
+dropout rate to `nn.MultiheadAttention`, still draws from the global generator. Engines seed that for such networks, one
+client at a time.
 """
 
 from __future__ import annotations

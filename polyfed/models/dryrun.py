@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from polyfed.errors import InputError
+from polyfed.errors import InputError, user_place
 
 
 @dataclass
@@ -121,4 +121,5 @@ def _leave(
 def _failure(name: str, images: Tensor, entered: list[str], error: Exception) -> InputError:
     where = f" in its layer '{entered[-1]}'" if entered and entered[-1] else ""
     shape = tuple(images.shape[1:])
-    return InputError(f"{name} does not accept images of shape {shape}: it fails{where} with: {first_line(error)}.")
+    said = f"{first_line(error)}{user_place(error)}"
+    return InputError(f"{name} does not accept images of shape {shape}: it fails{where} with: {said}.")

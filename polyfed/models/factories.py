@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from polyfed.errors import InputError, PolyfedError
+from polyfed.errors import InputError, PolyfedError, user_place
 from polyfed.models.dryrun import first_line
 from polyfed.models.features import Match
 from polyfed.models.split import SplitNetwork, split_network
@@ -64,7 +64,9 @@ def call_factory(
         raise
     except Exception as error:
         given = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        raise InputError(f"{name}({given}) fails to build a network: {first_line(error)}.") from error
+        raise InputError(
+            f"{name}({given}) fails to build a network: {first_line(error)}{user_place(error)}."
+        ) from error
     if not isinstance(network, nn.Module):
         kind = type(network).__name__
         raise InputError(f"{name} must return a network (a torch.nn.Module), but it returns a value of type {kind}.")
@@ -93,7 +95,9 @@ def load_object(address: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise InputError(f"module '{module_name}' of '{address}' can't be imported: {first_line(error)}.") from error
+        raise InputError(
+            f"module '{module_name}' of '{address}' can't be imported: {first_line(error)}{user_place(error)}."
+        ) from error
     if not hasattr(module, attribute):
         near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
         hint = f"did you mean '{near[0]}'?" if near else "name a class or function that it defines."

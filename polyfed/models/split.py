@@ -62,6 +62,7 @@ def split_network(
     check_sizes(classes, features)
     check_match(match)
     name = name or type(network).__name__
+    _check_kind(network, name)
     network = seed_dropout(_copy(network, name))
     images = example_images(network, tuple(input_shape))
     if isinstance(network, SplitNetwork):
@@ -77,6 +78,22 @@ def split_network(
     if features is None or features == size:
         return split
     return _with_features(split, placeholder, features, classes, match, images)
+
+
+def _check_kind(network: nn.Module, name: str) -> None:
+    """Refuse networks whose layers can't be taken apart, and those that do not compute in 32 bits."""
+    if isinstance(network, torch.jit.ScriptModule):
+        raise InputError(
+            f"{name} is compiled by TorchScript, so its layers can't be taken apart: give the network that it was "
+            "compiled from."
+        )
+    kinds = {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}
+    others = sorted(str(kind).removeprefix("torch.") for kind in kinds - {torch.float32})
+    if others:
+        raise InputError(
+            f"{name} has parameters of type {' and '.join(others)}, but clients train and send 32-bit floats: convert "
+            "it with network.float() (training.bf16 multiplies in half precision all the same)."
+        )
 
 
 def _copy(network: nn.Module, name: str) -> nn.Module:
@@ -96,7 +113,8 @@ def _head_call(network: nn.Module, trace: Trace, head: str | None, name: str) ->
         return trace.watched[-1]
     if head is None:
         raise InputError(
-            f"{name} has no linear layer to split at: end it with nn.Linear or name the layer as its head."
+            f"{name} has no linear layer to split at: end it with nn.Linear or name the layer that is its head "
+            "(--set head=NAME)."
         )
     names = [path for path, _ in network.named_modules() if path]
     if head not in names:
@@ -122,11 +140,18 @@ def _check_output(trace: Trace, call: Call, batch: int, classes: int, name: str)
             f"{name} gives outputs of shape [batch, {given}], but {classes} classes need [batch, {classes}]: {remedy}."
         )
     if not _same(trace.output, call.output):
+        others = [other for other in trace.watched if other.name != call.name and _same(trace.output, other.output)]
+        if others:
+            raise InputError(
+                f"{name} can't be split at {layer}, whose output it does not use: its logits come from "
+                f"'{others[-1].name}', so name that as its head (--set head={others[-1].name})."
+            )
         after = trace.layers_after(call.name)
         follower = f"'{after[0]}'" if after else "something in its forward method"
         raise InputError(
             f"{name} can't be split at {layer}, because {follower} changes that layer's output: "
-            "let the network end with the layer and give raw logits (the losses apply softmax themselves)."
+            "let the network end with the layer and give raw logits (the losses apply softmax themselves), or name "
+            "another layer as its head (--set head=NAME)."
         )
 
 

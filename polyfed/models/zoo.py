@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias, get_args
 
@@ -70,18 +70,25 @@ class Architecture:
 Models: TypeAlias = "str | nn.Module | Architecture | Callable[..., nn.Module] | Sequence[Models]"
 
 
-def resolve(models: Models, head: str | None = None) -> list[Architecture]:
+Head: TypeAlias = str | Sequence[str | None] | Mapping[str, str] | None
+"""The layer at which networks of the user's own are split: one for all, one for each, or by the networks' names."""
+
+
+def resolve(models: Models, head: Head = None) -> list[Architecture]:
     """The architectures that a description names, in order.
 
     A description is a name ("resnet18", "resnet34+mlp256"), a group ("papers"), several with commas between them, the
     address of the user's own ("package.module:factory"), a network class, a function that returns a network, a
     network (copied for every build), or a list of all these. `head` names the layer at which networks of the user's own
-    are split, instead of their last linear layer.
+    are split, instead of their last linear layer: one name for all, several (with commas between them, or a list) in
+    the order of these networks, or a mapping from their names.
     """
-    found = [_with_head(architecture, head) for architecture in _distinct(_resolve(models))]
+    found = _distinct(_resolve(models))
     if not found:
         raise InputError("there are no networks to choose from: name at least one, for example 'cnn1'.")
-    return found
+    own = [a.name for a in found if isinstance(a.maker, FromFactory | FromInstance)]
+    heads = _heads(list(dict.fromkeys(own)), head)
+    return [_with_head(architecture, heads.get(architecture.name)) for architecture in found]
 
 
 def _with_head(architecture: Architecture, head: str | None) -> Architecture:
@@ -89,6 +96,25 @@ def _with_head(architecture: Architecture, head: str | None) -> Architecture:
     if head is None or not isinstance(architecture.maker, FromFactory | FromInstance):
         return architecture
     return replace(architecture, maker=replace(architecture.maker, head=head))
+
+
+def _heads(own: list[str], head: Head) -> dict[str, str | None]:
+    """The named head of each of the user's own networks."""
+    if isinstance(head, Mapping):
+        short = {name.rpartition(":")[2]: name for name in own}
+        for name in head:
+            if name not in own and name not in short:
+                raise unknown_name("network in head", name, [*own, *short])
+        return {short.get(name, name): layer for name, layer in head.items()}
+    named = [part.strip() for part in head.split(",")] if isinstance(head, str) else list(head or [None])
+    if len(named) == 1:
+        named *= len(own)
+    if len(named) != len(own) and own:
+        raise InputError(
+            f"head names {len(named)} layers, but there are {len(own)} networks of your own ({', '.join(own)}): give "
+            "one name for all of them, or one for each, in their order."
+        )
+    return dict(zip(own, [layer or None for layer in named], strict=bool(own)))
 
 
 def assign(

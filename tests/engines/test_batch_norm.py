@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from polyfed.engines import Population, SequentialEngine, VectorizedEngine
 from polyfed.engines.cohort import PhaseStep
 from polyfed.engines.plan import new_plan
+from polyfed.errors import InputError
 from polyfed.message import Message
 from polyfed.methods.base import Reply
 from tests import support
@@ -175,9 +176,28 @@ def test_a_single_sample_is_kept_while_batch_norm_does_not_train() -> None:
     assert [reply.loss for reply in actual] == pytest.approx([reply.loss for reply in expected])
 
 
-def test_nothing_but_batches_of_one_trains_nobody() -> None:
-    actual, expected = train_both(support.population("standalone", models=(Plain,), batch_size=1))
-    assert [str(reply.loss) for reply in actual] == [str(reply.loss) for reply in expected] == ["nan"] * 4
+def test_only_visited_samples_cost_anything() -> None:
+    """Nine samples in batches of 8 leave one over, and a client of one sample computes nothing."""
+    clients = shortened(support.population("standalone", models=(Plain,)), (8, 9, 16, 1))
+    for replies in train_both(clients):
+        assert [reply.flops / replies[0].flops for reply in replies] == [1, 1, 2, 0]
+
+
+def test_nothing_but_batches_of_one_is_refused() -> None:
+    words = (
+        r"clients 0, 1, 2 and 3 \(Plain\) would never take a step in phase 'model', because batch norm .*--batch-size 2"
+    )
+    with pytest.raises(InputError, match=words):
+        support.population("standalone", models=(Plain,), batch_size=1)
+    support.population("standalone", models=(support.Wide,), batch_size=1)
+
+
+def test_clients_of_one_sample_are_refused_by_name() -> None:
+    """Two samples of each of 8 clients, of which one is for the test; networks without batch norm can do that."""
+    settings: dict[str, Any] = {"data": support.tiny_dataset(per_class=4), "clients": 8, "split": "5:0:5"}
+    words = r"clients 1, 3, 5 and 7 \(Plain\) would never .* and each have one sample to train on: .*min_samples"
+    with pytest.raises(InputError, match=words):
+        support.population("standalone", models=(support.Wide, Plain), partition="iid", **settings)
 
 
 def test_plan_without_padding_leaves_out_single_samples() -> None:

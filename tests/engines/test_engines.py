@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyfed.engines import LocalEngine, Population, SequentialEngine, ThreadsEngine, base, new_engine
+from polyfed.engines import LocalEngine, Population, SequentialEngine, ThreadsEngine, VectorizedEngine, base, new_engine
 from polyfed.engines.population import Workbench, state_of
+from polyfed.errors import DivergedError
 from polyfed.federation import Federation
 from polyfed.message import Message, State
 from tests import support
@@ -195,3 +196,16 @@ def test_networks_with_tied_weights_train(tmp_path: Path, method: str) -> None:
     assert extractor.second.weight is extractor.third.weight
     assert extractor.scale.data_ptr() == extractor.first.same_scale.data_ptr()
     assert "model.extractor.third.weight" not in state_of(network)
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_a_loss_that_has_run_away_stops_the_run_although_it_is_a_number(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = support.population("standalone", lr=1e-20)
+    method = type(clients.method)
+    monkeypatch.setattr(method, "loss", lambda self, net, batch: net(batch.x).square().sum(1) * 1e12)
+    with pytest.raises(
+        DivergedError, match=r"the loss of client 0 has grown to \d\.\de\+1\d in round 1, phase 'model'"
+    ):
+        engine(clients).train(1, {0: Message()})

@@ -12,6 +12,7 @@ import torch
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.captured import WORTH_A_SHAPE
 from tests import support
+from tests.engines import test_frozen, test_global_draws
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda"
@@ -100,3 +101,25 @@ def test_little_memory_halves_cohorts_and_changes_no_number(tmp_path: Path) -> N
         actual, _ = run(tmp_path, VectorizedEngine, "fedproto", **settings)
     assert refused
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("network", [test_frozen.Frozen, test_frozen.FrozenNorm, test_frozen.stem_only])
+def test_what_is_frozen_rests_in_captured_steps(tmp_path: Path, network: Any) -> None:
+    settings = {"models": (network,), "rounds": 3, "lr": 0.02, "training": {"momentum": 0.5, "weight_decay": 1e-2}}
+    expected, plain = run(tmp_path, SequentialEngine, "fedavg", **settings)
+    actual, federation = run(tmp_path, VectorizedEngine, "fedavg", **settings)
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-3, atol=1e-4)
+    for one in (plain, federation):
+        test_frozen.assert_rest(one, ".body.1." if network is test_frozen.Frozen else ".stem.")
+
+
+@pytest.mark.parametrize("network", test_global_draws.DRAWING)
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_draws_from_global_generators_repeat(tmp_path: Path, engine: Any, network: Any) -> None:
+    """Dropout in cuDNN's recurrent layers among them, which keeps a state of its own."""
+    losses = []
+    for number in range(2):
+        torch.manual_seed(number)
+        rounds, _ = run(tmp_path / str(number), engine, "fedproto", models=(network,), rounds=3)
+        losses.append(rounds["loss_mean"].to_numpy())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -141,14 +141,19 @@ def test_unsound_replies_are_refused() -> None:
     method.check(good)
     negative = torch.zeros(2, TRIANGLE)
     negative[1, SIZE] = -1.0  # the second entry of the diagonal
+    impossible = torch.zeros(2, TRIANGLE)
+    impossible[1, [0, SIZE]], impossible[1, 1] = 1e-9, 1.0  # two small variances, and a large covariance
     for changed, reason in (
         ({"covariances": negative}, "negative variance"),
+        ({"covariances": impossible}, "larger than its two variances allow"),
         ({"covariances": torch.zeros(2, SIZE * SIZE)}, "shape"),
         ({"covariances": torch.full((2, TRIANGLE), torch.nan)}, "finite"),
         ({"means": torch.zeros(1, SIZE)}, "shape"),
     ):
         with pytest.raises(BadMessage, match=reason):
             method.check(Message({**good.tensors, **changed}, good.metadata))
+    with pytest.raises(BadMessage, match="a count above"):
+        method.check(Message(good.tensors, {**good.metadata, "counts": torch.tensor([3, 2**63 - 1])}))
     with pytest.raises(BadMessage, match="below 1"):
         method.check(Message(good.tensors, {**good.metadata, "counts": torch.tensor([3, 0])}))
     with pytest.raises(BadMessage, match="unexpected"):
@@ -234,8 +239,11 @@ def test_same_round_gives_the_same_header() -> None:
 
 def test_header_that_diverges_is_an_error() -> None:
     method = support.new_method("dc-pfl")
-    with pytest.raises(DivergedError, match="header"):
+    with pytest.raises(DivergedError, match=r"header .* clients sent values of up to 1.0e\+30.*\(--lr\)"):
         method.aggregate(support.new_server(method), [points(0, [0, 1], scale=1e30)])
+    fast = support.new_method({"name": "dc-pfl", "server_lr": 1e36})
+    with pytest.raises(DivergedError, match=r"header .*server_lr=1e\+35"):
+        fast.aggregate(support.new_server(fast), [points(0, [0, 1], scale=1e3)])
 
 
 class Deep(SplitNetwork):

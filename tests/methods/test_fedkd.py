@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polyfed.errors import BadMessage
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge
-from polyfed.methods.fedkd import SMALLEST_LOSS, FedKD
+from polyfed.methods.fedkd import STRONGEST_PULL, FedKD
 from polyfed.methods.network import ClientNetwork
 from polyfed.methods.tools import part_of
 from tests import support
@@ -92,12 +92,32 @@ def test_neither_loss_reaches_the_other_network() -> None:
             assert reached == name.startswith(own), name
 
 
+class Linear(nn.Module):
+    """Two features straight from the pixels, which nothing keeps small."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+        self.out = nn.Linear(2, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.body(x))
+        return logits
+
+
+def test_two_features_do_not_run_away(tmp_path: Path) -> None:
+    """Clients of one class are soon sure; the mean over two features then pulled each farther with every step."""
+    run = support.federation(tmp_path, "fedkd", models=(Linear,), classes_per_client=1, rounds=12, lr=0.05)
+    run.run()
+    assert run.folder.rounds().loss_mean.max() < 6
+
+
 def test_sure_networks_do_not_divide_by_zero() -> None:
-    """Both networks give label 0 a logit of 1000, so s = 0; the features' distance 1 is weighted by 1 / 0.01."""
+    """Both networks give label 0 a logit of 1000, so s = 0; the features' distance 1 is weighted by 0.2 K at most."""
     fedkd, net, x = simple_client()
     net.model.head.bias.data[0] = net.shared.head.bias.data[0] = 1000.0
     values = fedkd.loss(net, Batch(x[:1], torch.tensor([0])))
-    assert values.tolist() == pytest.approx([2 / SMALLEST_LOSS])
+    assert values.tolist() == pytest.approx([2 * STRONGEST_PULL * support.FEATURES])
     values.sum().backward()
     assert all(bool(torch.isfinite(p.grad).all()) for p in net.parameters() if p.grad is not None)
 

@@ -225,9 +225,16 @@ def test_prediction_is_by_the_nearest_prototype_and_by_the_classifier() -> None:
 
 
 def test_prototypes_that_diverge_are_an_error() -> None:
-    method = support.new_method({"name": "fedtgp", "server_epochs": 40, "server_lr": 1e8})
-    with pytest.raises(DivergedError, match=r"server_lr=1e\+07"):
-        method.aggregate(support.new_server(method), [on_axes(0, [0, 1], 1e6)])
+    method = support.new_method({"name": "fedtgp", "server_epochs": 40, "server_lr": 1e12})
+    with pytest.raises(DivergedError, match=r"server_lr=1e\+11"):
+        method.aggregate(support.new_server(method), [on_axes(0, [0, 1], 10.0)])
+
+
+def test_clients_that_diverge_are_not_the_servers_fault() -> None:
+    method = support.new_method("fedtgp")
+    with pytest.raises(DivergedError, match=r"clients sent values of up to 1.0e\+30.*\(--lr\)") as caught:
+        method.aggregate(support.new_server(method), [on_axes(0, [0, 1], 1e30)])
+    assert "server_lr" not in str(caught.value)
 
 
 def test_stacked_clients_get_their_own_values() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyfed.methods.gaussians import Gaussians, diagonals, draw, factors, pack, pool, shares
+from polyfed.methods.gaussians import Gaussians, diagonals, draw, factors, pack, pool, possible, shares
 from polyfed.methods.statistics import class_covariances
 
 SIZE = 7
@@ -145,6 +145,37 @@ def test_draws_follow_amounts_and_class_order() -> None:
     # Samples 2 and 4 of two clients: mean 3, along one direction only.
     assert torch.allclose(vectors[2:, 0], vectors[2:, 1])
     assert vectors[2:, 0].unique().numel() == 3
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-6, 1.0, 1e6])
+def test_covariances_of_samples_are_possible(scale: float) -> None:
+    """Also of features that are alike, that never change, and that are too small for a variance in floats."""
+    features = samples(30)[0].float()
+    features[:, 1], features[:, 2], features[:, 3] = 2 * features[:, 0], 5.0, 1e-24 * features[:, 0]
+    found = class_covariances(scale * features, torch.zeros(30, dtype=torch.int64), 1)
+    assert found.covariances is not None
+    assert possible(pack(found.covariances), SIZE)
+
+
+@pytest.mark.parametrize("variance", [0.0, 1e-9, 1.0])
+def test_a_covariance_beyond_its_variances_is_not_possible(variance: float) -> None:
+    matrix = torch.eye(SIZE)
+    matrix[2, 2] = variance
+    assert possible(pack(torch.stack([torch.eye(SIZE), matrix])), SIZE)
+    matrix[2, 4] = matrix[4, 2] = -(1.01 * variance**0.5 + 1e-4)
+    assert not possible(pack(torch.stack([torch.eye(SIZE), matrix])), SIZE)
+
+
+def test_factors_of_what_is_no_covariance_stay_small() -> None:
+    """Every pair of features alone is possible, all together are not."""
+    size = 60
+    generator = torch.Generator().manual_seed(4)
+    rows, columns = torch.triu_indices(size, size)
+    signs = torch.where(rows == columns, 1.0, torch.randint(0, 2, rows.shape, generator=generator) * 1.998 - 0.999)
+    deviations = 10 ** (-3 * torch.rand(size, generator=generator))
+    triangles = (deviations[rows] * deviations[columns] * signs)[None]
+    assert possible(triangles, size)
+    assert float(factors(triangles, size, size).abs().max()) <= 1.1 * float(deviations.max())
 
 
 def test_shares_by_hand() -> None:

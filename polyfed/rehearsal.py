@@ -1,0 +1,143 @@
+"""A try before round one: every kind of network computes each phase's loss on two samples, and predicts.
+
+What would fail, or silently train nothing, in the middle of a run is said before there is a run. It also shows which
+networks draw from global generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.engines import Population
+from polyfed.engines.local import batch_norm_trains, prepare
+from polyfed.errors import InputError, PolyfedError, clients_named, user_place
+from polyfed.methods.averaged import Averaged
+from polyfed.methods.base import Batch, Phase
+from polyfed.methods.network import ClientNetwork
+from polyfed.models import SplitNetwork, set_generator
+from polyfed.models.dryrun import first_line
+from polyfed.models.frozen import rest_of
+from polyfed.seeds import watched
+
+
+def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Population:
+    """The same population, knowing which networks draw from global generators.
+
+    `models` has a network of each architecture, which this spends. Raises an `InputError` for what can't be trained.
+    """
+    owners: dict[str, list[int]] = {}
+    for client, architecture in enumerate(population.architectures):
+        owners.setdefault(architecture.name, []).append(client)
+    _check_anything_travels(population)
+    drawing = set()
+    for name, clients in owners.items():
+        model = models[name]
+        network = ClientNetwork(model, population.method.client_modules(model))
+        set_generator(network, torch.Generator().manual_seed(0))  # what polyfed draws is seeded anyway
+        for phase in population.method.phases():
+            _check_anything_trains(network, phase, name, clients)
+            _check_batches(population, network, phase, name, clients)
+        with watched() as draws:
+            _try(population, network, name)
+            if draws():
+                drawing.add(name)
+    return replace(population, draws=frozenset(drawing))
+
+
+def _check_anything_travels(population: Population) -> None:
+    method = population.method
+    if not isinstance(method, Averaged):
+        return
+    if not method.first_state():
+        raise InputError(
+            f"{method.name} shares {method.shares}, but all of it is frozen: leave some of its parameters trainable "
+            "(requires_grad=True), or name another network (--set auxiliary=NAME for the small common one)."
+        )
+    if population.own_start and method.module == "model" and rest_of(population.task.new_model()).parameters:
+        raise InputError(
+            f"{method.name} averages networks, but their frozen layers would differ, because every client starts from "
+            "weights of its own: let them start alike (--set start=architecture)."
+        )
+
+
+def _check_anything_trains(network: ClientNetwork, phase: Phase, name: str, clients: list[int]) -> None:
+    if not any(prepare(network, phase)):
+        raise InputError(
+            f"{clients_named(clients)} ({name}) would learn nothing in phase '{phase.name}', because all parameters of "
+            f"{' and '.join(phase.trains)} are frozen: leave some of them trainable (requires_grad=True)."
+        )
+
+
+def _check_batches(population: Population, network: ClientNetwork, phase: Phase, name: str, clients: list[int]) -> None:
+    """Batch norm can't train on one sample; a client that never has two in a batch would never take a step."""
+    prepare(network, phase)
+    if not batch_norm_trains(network):
+        return
+    norm = f"({name}) would never take a step in phase '{phase.name}', because batch norm needs two samples in a batch"
+    if population.training.batch_size == 1:
+        raise InputError(f"{clients_named(clients)} {norm}: take a batch size of at least 2 (--batch-size 2).")
+    samples = {client: phase.edges(len(population.data[client].train)) for client in clients}
+    alone = [client for client, (start, stop) in samples.items() if stop - start == 1]
+    if alone:
+        has = "has" if len(alone) == 1 else "each have"
+        raise InputError(
+            f"{clients_named(alone)} {norm} and {has} one sample to train on: ask for more samples per client "
+            "(--set min_samples=4), take fewer clients, or networks without batch norm."
+        )
+
+
+def _try(population: Population, network: ClientNetwork, name: str) -> None:
+    """Every phase's loss, without a step, and a prediction."""
+    method, dataset = population.method, population.dataset
+    x, y = dataset.batch(torch.tensor([0, len(dataset) - 1]))
+    hooks = [
+        module.extractor.register_forward_hook(_features_only)
+        for module in network.modules()
+        if isinstance(module, SplitNetwork)
+    ]
+    mode = ""
+    try:
+        for phase in method.phases():
+            mode = f"training (phase '{phase.name}')"
+            prepare(network, phase)
+            drawn = phase.draw(torch.Generator().manual_seed(0), len(y)) if phase.draw else {}
+            outcome = phase.loss(network, Batch(x, y, view=x if phase.views == 2 else None, drawn=drawn))
+            values = outcome[0] if isinstance(outcome, tuple) else outcome
+            if not values.requires_grad:
+                raise InputError(
+                    f"{name} would learn nothing in phase '{phase.name}', because all parameters that its loss depends "
+                    "on are frozen: leave some of them trainable (requires_grad=True)."
+                )
+        mode = "evaluation"
+        network.eval()
+        with torch.no_grad():
+            method.predict(network, x)
+            if method.collect is not None:
+                method.collect.of(network, x)
+    except _NotFeatures as error:
+        raise InputError(
+            f"{name} gives a value of type {error} in training mode, but it must give one tensor of logits there too: "
+            "switch its auxiliary outputs off (for torchvision's networks, aux_logits=False)."
+        ) from error
+    except PolyfedError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{name} fails in {mode} with {method.name}: {first_line(error)}{user_place(error)}."
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _NotFeatures(Exception):
+    """An extractor gave something else than features; the message is its type."""
+
+
+def _features_only(module: nn.Module, inputs: object, output: object) -> None:
+    if not isinstance(output, Tensor):
+        raise _NotFeatures(type(output).__name__)
