@@ -18,9 +18,6 @@ from polyfed.methods.tools import cross_entropy, distance, plain_mean
 
 SMALLEST_LOSS = 0.01
 """Distillation is never weighted by more than one over this, however sure both networks are."""
-STRONGEST_PULL = 0.2
-"""Distillation of features is never weighted by more than this times their number. It is a mean over them, so with few
-each is pulled the harder; unbounded, two features with both networks sure are thrown farther with every step."""
 
 
 class FedKD(SharedNetwork):
@@ -68,9 +65,8 @@ class FedKD(SharedNetwork):
         # Adaptive distillation: divided by the task losses of the batch. They are detached: otherwise both networks
         # could lower the quotient by getting worse at the task, and the private loss would reach the shared network.
         sureness = 1 / batch_mean(own + other, batch.mask).detach().clamp(min=SMALLEST_LOSS)
-        pull = (STRONGEST_PULL * features.shape[1] / sureness).clamp(max=1.0)
-        for_private = kl_divergence(other_logits, logits) + pull * distance(features, projected.detach(), "mse")
-        for_shared = kl_divergence(logits, other_logits) + pull * distance(features.detach(), projected, "mse")
+        for_private = kl_divergence(other_logits, logits) + distance(features, projected.detach(), "mse")
+        for_shared = kl_divergence(logits, other_logits) + distance(features.detach(), projected, "mse")
         return own + sureness * for_private, other + sureness * for_shared
 
     def upload(self, client: Trained) -> Message:

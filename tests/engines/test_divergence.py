@@ -17,7 +17,7 @@ ONE_STEP: dict[str, Any] = {"rounds": 1, "batch_size": 100}
 
 
 def steep_loss(net: ClientNetwork, batch: Batch) -> Tensor:
-    return 1e10 * cross_entropy(net(batch.x), batch.y)
+    return 1e8 * cross_entropy(net(batch.x), batch.y)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -30,10 +30,12 @@ def test_the_very_last_step_is_checked_too(tmp_path: Path, engine: Any, breaks: 
     """
     federation = support.federation(tmp_path, "standalone", engine=engine, **ONE_STEP)
     method = federation.population.method
-    lr = {name: 1e38 if name == breaks else 0.1 for name in ("first", "second")}
+    parts = {"first": "model.extractor", "second": "model.head"}
     phases = [
-        Phase("first", trains=("model.extractor",), loss=steep_loss, epochs=1, lr=lr["first"]),
-        Phase("second", trains=("model.head",), loss=steep_loss, epochs=1, lr=lr["second"]),
+        Phase(name, trains=(part,), loss=steep_loss, epochs=1, lr=1e38)
+        if name == breaks
+        else Phase(name, trains=(part,), loss=method.loss, epochs=1)
+        for name, part in parts.items()
     ]
     method.phases = lambda: phases  # type: ignore[method-assign]
     phase = "(first|second)" if engine is VectorizedEngine and breaks == "first" else breaks

@@ -69,7 +69,7 @@ def test_states_on_disk_change_no_bit(tmp_path: Path) -> None:
     assert isinstance(tiny.engine, LocalEngine)
     assert len(tiny.engine.store._states) == 1
     assert all(same(states(usual)[client], states(tiny)[client]) for client in range(6))
-    spilled = Path(tiny.engine.store._folder.name) if tiny.engine.store._folder else Path()
+    spilled = tiny.engine.store._folder.path if tiny.engine.store._folder else Path()
     assert any(spilled.iterdir())
     tiny.engine.close()
     assert not spilled.exists()

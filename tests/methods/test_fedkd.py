@@ -2,15 +2,16 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from polyfed.errors import BadMessage
+from polyfed.errors import BadMessage, DivergedError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge
-from polyfed.methods.fedkd import STRONGEST_PULL, FedKD
+from polyfed.methods.fedkd import SMALLEST_LOSS, FedKD
 from polyfed.methods.network import ClientNetwork
 from polyfed.methods.tools import part_of
 from tests import support
@@ -105,19 +106,22 @@ class Linear(nn.Module):
         return logits
 
 
-def test_two_features_do_not_run_away(tmp_path: Path) -> None:
-    """Clients of one class are soon sure; the mean over two features then pulled each farther with every step."""
-    run = support.federation(tmp_path, "fedkd", models=(Linear,), classes_per_client=1, rounds=12, lr=0.05)
-    run.run()
-    assert run.folder.rounds().loss_mean.max() < 6
+def test_two_features_that_run_away_stop_the_run(tmp_path: Path) -> None:
+    """Clients of one class are soon sure; the mean over two features then throws each farther with every step."""
+    settings: dict[str, Any] = {"models": (Linear,), "classes_per_client": 1, "rounds": 12}
+    with pytest.raises(DivergedError, match="loss of client .* (has grown to|is no longer).*training.clip=10"):
+        support.federation(tmp_path / "one", "fedkd", **settings).run()
+    clipped = support.federation(tmp_path / "two", "fedkd", **settings, training={"clip": 10.0})
+    clipped.run()
+    assert clipped.folder.rounds().loss_mean.max() < 1000
 
 
 def test_sure_networks_do_not_divide_by_zero() -> None:
-    """Both networks give label 0 a logit of 1000, so s = 0; the features' distance 1 is weighted by 0.2 K at most."""
+    """Both networks give label 0 a logit of 1000, so s = 0; the features' distance 1 is weighted by 1 / 0.01."""
     fedkd, net, x = simple_client()
     net.model.head.bias.data[0] = net.shared.head.bias.data[0] = 1000.0
     values = fedkd.loss(net, Batch(x[:1], torch.tensor([0])))
-    assert values.tolist() == pytest.approx([2 * STRONGEST_PULL * support.FEATURES])
+    assert values.tolist() == pytest.approx([2 / SMALLEST_LOSS])
     values.sum().backward()
     assert all(bool(torch.isfinite(p.grad).all()) for p in net.parameters() if p.grad is not None)
 
