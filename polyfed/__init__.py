@@ -5,15 +5,20 @@
 >>> result.rounds["accuracy_mean"]                                          # doctest: +SKIP
 """
 
-from polyfed.api import Result, resume, run
-from polyfed.config import Experiment, experiment, read_experiment
-from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
-from polyfed.errors import InputError, PolyfedError, RunError
-from polyfed.federation import Watcher
-from polyfed.methods import METHODS
-from polyfed.methods.base import Method, Training
-from polyfed.models import SplitNetwork, split_network
-from polyfed.records import RunFolder
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polyfed.api import Result, resume, run
+    from polyfed.config import Experiment, experiment, read_experiment
+    from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
+    from polyfed.errors import InputError, PolyfedError, RunError
+    from polyfed.federation import Watcher
+    from polyfed.methods import METHODS
+    from polyfed.methods.base import Method, Training
+    from polyfed.models import SplitNetwork, split_network
+    from polyfed.predictions import Prediction
+    from polyfed.records import RunFolder
 
 __version__ = "0.1.0"
 
@@ -24,6 +29,7 @@ __all__ = [
     "InputError",
     "Method",
     "PolyfedError",
+    "Prediction",
     "Result",
     "RunError",
     "RunFolder",
@@ -39,3 +45,37 @@ __all__ = [
     "run",
     "split_network",
 ]
+
+_HOMES = {
+    "api": ("Result", "resume", "run"),
+    "config": ("Experiment", "experiment", "read_experiment"),
+    "data": ("Dataset", "from_arrays", "from_torch_dataset", "load_dataset"),
+    "errors": ("InputError", "PolyfedError", "RunError"),
+    "federation": ("Watcher",),
+    "methods": ("METHODS",),
+    "methods.base": ("Method", "Training"),
+    "models": ("SplitNetwork", "split_network"),
+    "predictions": ("Prediction",),
+    "records": ("RunFolder",),
+}
+"""Where each name lives; it is imported when first asked for, so that the command line can answer Ctrl-C meanwhile."""
+
+
+def _find(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"polyfed.{home}"), name)
+    try:
+        return import_module(f"polyfed.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"polyfed.{name}":
+            raise
+        raise AttributeError(f"module 'polyfed' has no attribute '{name}'") from None
+
+
+if not TYPE_CHECKING:  # type checkers know the names above and should miss any other
+    __getattr__ = _find
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -12,12 +12,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from polyfed.assemble import PYTHON, assemble, facts
 from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment
-from polyfed.data import Dataset
+from polyfed.data import Dataset, no_dataset
 from polyfed.engines import Population, new_engine
 from polyfed.engines.population import state_of
 from polyfed.errors import DivergedError, InputError, RunError
@@ -25,8 +24,11 @@ from polyfed.federation import Federation, Watcher
 from polyfed.methods.base import Method
 from polyfed.methods.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
+from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import Restored, RunFolder
+from polyfed.report.progress import watched
 from polyfed.resuming import changed_settings, check_trusted, differences, located
+from polyfed.scores import percent
 
 
 @dataclass
@@ -38,6 +40,13 @@ class Result:
     _assemble: Callable[[], Population] = field(repr=False)
     """Numbers are read without data and networks; models need both."""
     _temporary: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        numbers = self.summary
+        return (
+            f"Result({numbers['method']}: accuracy {percent(numbers['accuracy_final'])} after {numbers['rounds']} "
+            f"rounds, in '{self.folder.path}')"
+        )
 
     @cached_property
     def population(self) -> Population:
@@ -72,11 +81,16 @@ class Result:
         """A client's private model, in evaluation mode."""
         return self.network(client).model
 
-    def predict(self, client: int, x: Tensor) -> Tensor:
-        """The classes that a client predicts for normalised images, by the method's own rule."""
+    def predict(self, client: int, x: Any) -> Prediction:
+        """What a client says of one image or many, by the method's own rule: classes, names, probabilities.
+
+        Images are raw (`uint8` arrays in any of the usual layouts, PIL pictures, lists of these), or floats as the
+        dataset's batches are, that is normalised.
+        """
+        dataset = self.population.dataset
         with torch.no_grad():
-            scores = self.population.method.predict(self.network(client), x)
-        return next(iter(scores.values())).argmax(1)
+            scores = self.population.method.predict(self.network(client), as_input(x, dataset))
+        return prediction(next(iter(scores.values())), dataset)
 
     @property
     def models(self) -> list[SplitNetwork]:
@@ -91,6 +105,7 @@ def run(
     models: Models = "papers",
     out: str | Path | Callable[[], Path] | None = None,
     watcher: Watcher | None = None,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Run one experiment and return its result.
@@ -99,10 +114,27 @@ def run(
     name or a `Dataset` (`polyfed.from_arrays` makes one), `models` names, classes, factories or networks. `settings`
     are the fields of `polyfed.Experiment`, and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or
     a function that names one when the run begins; without it the folder is temporary and lives as long as the result.
+    On a terminal and in a notebook a bar shows how the run goes on, unless `progress` is False or a `watcher` is told.
 
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
     """
+    with watched(watcher, progress) as told:
+        return _run(method, data, models, out, told, settings)
+
+
+def _run(
+    method: str | type[Method] | Mapping[str, Any],
+    data: str | Dataset,
+    models: Models,
+    out: str | Path | Callable[[], Path] | None,
+    watcher: Watcher,
+    settings: Mapping[str, Any],
+) -> Result:
+    if not isinstance(data, str | Dataset):
+        raise no_dataset(data)
+    if out is not None and not str(out).strip():
+        raise InputError("the run's folder (out) has an empty name: give it one, or leave it out.")
     config = experiment(
         method=method,
         data=data if isinstance(data, str) else PYTHON + data.name,
@@ -124,6 +156,7 @@ def resume(
     data: Dataset | None = None,
     models: Models | None = None,
     watcher: Watcher | None = None,
+    progress: bool | None = None,
     rounds: int | None = None,
     from_round: int | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -136,9 +169,27 @@ def resume(
     from which on other `settings` of the training or the method may hold. `repair` lets clients whose states are lost
     start from their first weights. `trust` allows to import the code that the run's settings name.
     """
+    with watched(watcher, progress) as told:
+        return _resume(path, data, models, told, rounds, from_round, settings or {}, repair=repair, trust=trust)
+
+
+def _resume(
+    path: str | Path,
+    data: Dataset | None,
+    models: Models | None,
+    watcher: Watcher,
+    rounds: int | None,
+    from_round: int | None,
+    settings: Mapping[str, Any],
+    *,
+    repair: bool,
+    trust: bool,
+) -> Result:
+    if not isinstance(data, Dataset | None):
+        raise no_dataset(data)
     folder = RunFolder.open(Path(path))
     before = folder.config
-    config = changed_settings(before, rounds, settings or {})
+    config = changed_settings(before, rounds, settings)
 
     def people() -> Population:
         check_trusted(config, folder.path / "config.yaml", trust=trust, given=models is not None)
@@ -154,7 +205,7 @@ def resume(
             )
         folder.tidy()
         for problem in folder.damage():
-            (watcher or Watcher()).on_note(problem)
+            watcher.on_note(problem)
         return Result(folder, folder.summary(), people)
     folder.check_settings(before)
     population = people()

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from polyfed.compute import physical_memory, set_precision
 from polyfed.config import Experiment
-from polyfed.data import Dataset, load_dataset, partition
+from polyfed.data import (
+    Dataset,
+    check_tested,
+    chosen_test_set,
+    describe_test_set,
+    layout_hint,
+    load_dataset,
+    partition,
+)
 from polyfed.engines import Population
 from polyfed.errors import InputError
 from polyfed.methods import find_method
@@ -42,10 +50,11 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     owned = dict(enumerate(assign(architectures, config.clients, how=config.assignment, seed=config.seed)))
     features = config.features or default_features(config.models)
     distinct = {architecture.name: architecture for architecture in owned.values()}
-    examples = {
-        name: architecture.build(dataset.input_shape, dataset.classes, features, config.match_features)
-        for name, architecture in distinct.items()
-    }
+    with layout_hint(dataset):
+        examples = {
+            name: architecture.build(dataset.input_shape, dataset.classes, features, config.match_features)
+            for name, architecture in distinct.items()
+        }
     if config.training.augment and len(dataset.input_shape) != 3:
         raise InputError(
             f"training.augment needs images, but samples of '{dataset.name}' have shape {dataset.input_shape}."
@@ -74,13 +83,24 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         split=config.split,
         seed=config.seed,
         minimum=config.min_samples,
+        test_set=config.test_set,
     )
+    check_tested(dataset, config.split, shares)
     method = chosen(chosen.Config(**config.options), task, config.training)
     looks = {name: _look(distinct[name], example) for name, example in examples.items()}
     population = Population(
-        dataset, dict(enumerate(shares)), owned, method, config.seed, device, profiles, looks,
+        dataset,
+        dict(enumerate(shares)),
+        owned,
+        method,
+        config.seed,
+        device,
+        profiles,
+        looks,
         own_start=config.start == "client",
-    )  # fmt: skip
+        test_set=chosen_test_set(dataset, config.split, config.test_set),
+        notes=describe_test_set(dataset, config.split, config.test_set, shares),
+    )
     return rehearse(population, examples)
 
 

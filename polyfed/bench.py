@@ -149,7 +149,22 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up: int | None = None) -> Measurement:
+def silent(words: str) -> None:
+    """Say nothing of what is measured now."""
+
+
+def _say_at(say: Callable[[str], None], place: str, words: str) -> None:
+    say(f"{place}: {words}")
+
+
+def measure(
+    case: Case,
+    engine: str,
+    device_name: str,
+    repeats: int = 5,
+    warm_up: int | None = None,
+    say: Callable[[str], None] = silent,
+) -> Measurement:
     """Time rounds of a case, and of the plain loop with the same participants right after, on an idle device."""
     device = find_device(device_name)
     gc.collect()  # what is left of the case before
@@ -159,19 +174,25 @@ def measure(case: Case, engine: str, device_name: str, repeats: int = 5, warm_up
     if warm_up is None:
         warm_up = SHAPES_SEEN if case.participants and device.type == "cuda" else WARM_UP
     numbers = range(1, warm_up + repeats + 1)
+    say("making clients")
     with federation(case, engine, device_name) as (run, runner):
-        times = [timed(partial(run.round, number), device) for number in numbers]
+        times = []
+        for number in numbers:
+            say(f"round {number} of {len(numbers)}")
+            times.append(timed(partial(run.round, number), device))
         first, times = times[:warm_up], times[warm_up:]
         rounds = [event for event in run.folder.events() if event["event"] == "round"][warm_up:]
         training = sum(event["training_seconds"] for event in rounds)
         participants = [run.participants(number) for number in numbers][warm_up:]
-        steps = sum(-(-len(run.population.data[client].train) // 64) for client in participants[0])
+        samples = (run.profiles[client].train_samples or 0 for client in participants[0])
+        steps = sum(-(-count // 64) for count in samples)
     seconds = median(times)
     result = Measurement(
         case.name, case.method, runner.name, seconds, steps / seconds, 1 - training / sum(times),
         sum(first) - warm_up * seconds, peak_memory(device), times=times,
     )  # fmt: skip
     if case.plain:
+        say("the plain loop")
         result.plain_seconds = median(plain_times(case, device_name, participants))
         result.ratio = result.plain_seconds / result.seconds
     return result
@@ -199,11 +220,14 @@ def peak_memory(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else None
 
 
-def run_cases(device: str, only: str = "", engine: str = "auto") -> Iterator[Measurement]:
+def run_cases(
+    device: str, only: str = "", engine: str = "auto", say: Callable[[str], None] = silent
+) -> Iterator[Measurement]:
     """Measure every case that fits the device, one after another; `only` picks cases by the start of their names."""
     on_gpu = find_device(device).type == "cuda"
     chosen = [c for c in CASES if (c.name.startswith(tuple(only)) if only else on_gpu or not c.cuda_only)]
     if not chosen:
         raise InputError(f"no case begins with one of '{only}': the cases are a to f.")
-    for case in chosen:
-        yield measure(case, engine, device)
+    for number, case in enumerate(chosen, 1):
+        place = f"measuring {number} of {len(chosen)}, {case.name}"
+        yield measure(case, engine, device, say=partial(_say_at, say, place))

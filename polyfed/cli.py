@@ -10,24 +10,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
 from pydantic import BaseModel
-from rich.console import Console
 
 from polyfed import __version__, api
 from polyfed.assemble import find_device
 from polyfed.compute import machine_name
-from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment
+from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment, typed
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
 from polyfed.federation import Interrupted, Watcher
 from polyfed.methods.base import Training
 from polyfed.records import RunFolder
 from polyfed.report import tables
-from polyfed.report.progress import BarProgress, LineProgress, QuietProgress
+from polyfed.report.progress import BarProgress, LineProgress, QuietProgress, bench_line, plain_console
 from polyfed.resuming import check_trusted
 
 app = typer.Typer(
@@ -37,8 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out_console = Console()
-error_console = Console(stderr=True, highlight=False, soft_wrap=True)
+out_console = plain_console()
+error_console = plain_console(stderr=True)
 
 TRUST = typer.Option("--trust", help="import the networks that the file names as package.module:name")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
@@ -48,13 +47,14 @@ def _option(name: str, model: type[BaseModel] = Experiment) -> Any:
     """An option documented by the experiment's own field; nothing given means: as the experiment says."""
     info, values = model.model_fields[name], describe_range(model, name)
     choices = f"; {values}" if values.startswith("one of") else ""
-    default = "" if info.default is None else f" (default: {info.default})"
-    return typer.Option(help=f"{info.description}{choices}{default}", show_default=False)
+    metavar = "NUMBER" if values.startswith(("a number", "a whole number")) else "TEXT"
+    text = f"{info.description}{choices} (default: {typed(info.default)})"
+    return typer.Option(help=text, metavar=metavar, show_default=False)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        out_console.print(__version__, highlight=False)
+        out_console.print(__version__)
         raise typer.Exit
 
 
@@ -75,38 +75,45 @@ def run(
     method: Annotated[str, typer.Argument(metavar="METHOD|FILE.yaml", help="a method's name, or an experiment's file")],
     data: Annotated[str | None, _option("data")] = None,
     partition: Annotated[str | None, _option("partition")] = None,
-    classes_per_client: Annotated[int | None, _option("classes_per_client")] = None,
-    alpha: Annotated[float | None, _option("alpha")] = None,
+    classes_per_client: Annotated[str | None, _option("classes_per_client")] = None,
+    alpha: Annotated[str | None, _option("alpha")] = None,
     split: Annotated[str | None, _option("split")] = None,
-    clients: Annotated[int | None, _option("clients")] = None,
-    participation: Annotated[float | None, _option("participation")] = None,
+    test_set: Annotated[str | None, _option("test_set")] = None,
+    clients: Annotated[str | None, _option("clients")] = None,
+    participation: Annotated[str | None, _option("participation")] = None,
     models: Annotated[str | None, _option("models")] = None,
-    features: Annotated[int | None, _option("features")] = None,
-    rounds: Annotated[int | None, _option("rounds")] = None,
-    epochs: Annotated[int | None, _option("epochs", Training)] = None,
-    batch_size: Annotated[int | None, _option("batch_size", Training)] = None,
-    lr: Annotated[float | None, _option("lr", Training)] = None,
-    preset: Annotated[str | None, typer.Option(help=f"training settings: {' or '.join(PRESETS)}")] = None,
-    seed: Annotated[int | None, _option("seed")] = None,
+    features: Annotated[str | None, _option("features")] = None,
+    rounds: Annotated[str | None, _option("rounds")] = None,
+    epochs: Annotated[str | None, _option("epochs", Training)] = None,
+    batch_size: Annotated[str | None, _option("batch_size", Training)] = None,
+    lr: Annotated[str | None, _option("lr", Training)] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="TEXT", help=f"training settings: {' or '.join(PRESETS)}")
+    ] = None,
+    seed: Annotated[str | None, _option("seed")] = None,
     engine: Annotated[str | None, _option("engine")] = None,
     device: Annotated[str | None, _option("device")] = None,
-    eval_every: Annotated[int | None, _option("eval_every")] = None,
-    checkpoint_every: Annotated[int | None, _option("checkpoint_every")] = None,
+    eval_every: Annotated[str | None, _option("eval_every")] = None,
+    checkpoint_every: Annotated[str | None, _option("checkpoint_every")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME, training.NAME or any setting")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="the run's folder; default: a new one under runs/")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="the run's folder (default: a new one under runs/)")
+    ] = None,
     trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
     """Run one experiment: one method on one federation."""
     given = {
         "data": data, "partition": partition, "classes_per_client": classes_per_client, "alpha": alpha, "split": split,
-        "clients": clients, "participation": participation, "models": models, "features": features, "rounds": rounds,
+        "test_set": test_set, "clients": clients, "participation": participation, "models": models,
+        "features": features, "rounds": rounds,
         "epochs": epochs, "batch_size": batch_size, "lr": lr, "preset": preset, "seed": seed, "engine": engine,
         "device": device, "eval_every": eval_every, "checkpoint_every": checkpoint_every,
     }  # fmt: skip
-    changes = {name: value for name, value in given.items() if value is not None}
+    # Numbers come as texts, so that they are checked with everything else, in the same words.
+    changes = {name: _number(name, value) for name, value in given.items() if value is not None}
     changes = merged(changes, parse_settings(settings or []))
     if method.endswith((".yaml", ".yml")):
         config = read_experiment(Path(method), **changes)
@@ -119,8 +126,10 @@ def run(
         )
     else:
         config = checked(**merged({"method": method}, changes))
+    if out is not None and not out.strip():
+        raise InputError("--out is empty: name the run's folder, or leave --out away for a new one under runs/.")
     values = config.model_dump()
-    folder = out or NextFolder(config)
+    folder = Path(out) if out else NextFolder(config)
     _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))
 
 
@@ -181,10 +190,11 @@ def bench(
     from polyfed import bench as benchmark  # only this command needs it
 
     results = []
-    for result in benchmark.run_cases(device, only, engine):
-        results.append(result)
-        if not as_json:
-            out_console.print(tables.measurement_line(result), highlight=False)
+    with bench_line(error_console) as say:
+        for result in benchmark.run_cases(device, only, engine, say):
+            results.append(result)
+            if not as_json:
+                out_console.print(tables.measurement_line(result), soft_wrap=True)
     machine = machine_name(find_device(device))
     if as_json:
         print(json.dumps({"machine": machine, "cases": [asdict(result) for result in results]}, indent=2))
@@ -196,12 +206,36 @@ def main() -> None:
     """Run the command line; errors are one sentence on standard error and an exit status."""
     debug = "--debug" in sys.argv[1:]  # wherever it stands
     try:
-        app([argument for argument in sys.argv[1:] if argument != "--debug"])
+        status = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
     except PolyfedError as error:
         if debug:
             traceback.print_exception(error)
-        error_console.print(f"polyfed: {error}", markup=False)
-        sys.exit(error.exit_status)
+        _end(str(error), error.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
+        _end("stopped.", 130)
+    except Exception as error:
+        # Typer's own errors, of unknown options and the like, are known by this method, wherever they are defined.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        _end(_usage(error), 2)
+    if status == 130:  # newer versions of Typer turn Ctrl-C into a status
+        _end("stopped.", 130)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _end(words: str, status: int) -> NoReturn:
+    error_console.print(f"polyfed: {words}", soft_wrap=True)
+    sys.exit(status)
+
+
+def _usage(error: Any) -> str:
+    """What Typer says is wrong with a command line, in the voice of all other errors."""
+    words = " ".join(error.format_message().split()).rstrip(".")
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "polyfed"
+    return f"{words[:1].lower()}{words[1:]}; `{command} --help` tells what there is."
 
 
 def _show(quiet: bool, work: Callable[[Watcher], api.Result]) -> None:
@@ -216,10 +250,24 @@ def _show(quiet: bool, work: Callable[[Watcher], api.Result]) -> None:
         raise
     except KeyboardInterrupt:
         again = f"; `polyfed resume {watcher.folder}` continues from the last checkpoint" if watcher.folder else ""
-        raise Interrupted(f"stopped at once{again}.") from None
+        stopped = Interrupted(f"stopped {'at once' if watcher.folder else 'before the run began'}{again}.")
+        if watcher.terminated:
+            stopped.exit_status = 143
+        raise stopped from None
     if not quiet:
         out_console.print(tables.summary_table(result.summary))
-    out_console.print(str(result.folder.path), highlight=False, soft_wrap=True)
+    out_console.print(str(result.folder.path), soft_wrap=True)
+
+
+def _number(name: str, text: str) -> Any:
+    """The value of an option: a number if the setting is one and the text too."""
+    model = Experiment if name in Experiment.model_fields else Training
+    if name not in model.model_fields or not describe_range(model, name).startswith(("a number", "a whole number")):
+        return text
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class Experiment(BaseModel):
         None, ge=1, description="least samples of a client; none: 40 or half its fair share with dirichlet, 1 otherwise"
     )
     split: str = Field("8:1:1", description="train:validation:test within each client, or a paper's name")
+    test_set: Literal["auto", "apart", "pooled"] = Field(
+        "auto",
+        description="a test set that comes with the data is kept apart or pooled with the rest; auto: apart for your "
+        "own data, pooled for named datasets",
+    )
     clients: int = Field(10, ge=1, description="clients in the federation")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
     models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")
@@ -182,6 +187,8 @@ def read_experiment(path: str | Path, **changes: Any) -> Experiment:
         content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
+    except RepeatedKey as error:
+        raise InputError(f"'{path}' {error}: keep one of them.") from error
     except yaml.YAMLError as error:
         detail = " ".join(str(error).split())
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
@@ -220,7 +227,13 @@ def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
         raise unknown_name("preset", str(preset), PRESETS)
     shortcuts = {name: flat.pop(name) for name in SHORTCUTS if name in flat}
     given = {name: value for name, value in shortcuts.items() if value is not None}
-    return {**flat, "training": {**PRESETS.get(preset, {}), **_underscored(training or {}), **given}}
+    nested = _underscored(training or {})
+    for name in given.keys() & nested.keys():
+        if given[name] != nested[name]:
+            raise InputError(
+                f"{name} is {given[name]!r} at the top level and {nested[name]!r} under training: keep one of them."
+            )
+    return {**flat, "training": {**PRESETS.get(preset, {}), **nested, **given}}
 
 
 def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,8 +254,22 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+class RepeatedKey(yaml.YAMLError):
+    """A name stands twice in one mapping; YAML forbids that, but its reader takes the last without a word."""
+
+
 class _Loader(yaml.SafeLoader):
-    """The safe loader, except that it does not read 8:1:1 as a number to base 60, as YAML 1.1 does."""
+    """The safe loader, but it doesn't read 8:1:1 as a number to base 60, as YAML 1.1 does, and no name twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        lines: dict[str, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = str(key.value).replace("-", "_")  # the same setting may be written in both ways
+            line = key.start_mark.line + 1
+            if name in lines:
+                raise RepeatedKey(f"gives '{key.value}' twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return super().construct_mapping(node, deep=deep)
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
@@ -284,6 +311,15 @@ def allowed(model: type[BaseModel], path: list[str], message: str) -> str:
             model = nested
     described = describe_range(model, path[-1]) if path[-1] in model.model_fields else ""
     return f"must be {described}" if described else message[:1].lower() + message[1:]
+
+
+def typed(value: object) -> str:
+    """A value as a user would type it.
+
+    >>> typed(None), typed(True), typed(0.1), typed("8:1:1")
+    ('none', 'true', '0.1', '8:1:1')
+    """
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def describe_range(model: type[BaseModel], name: str) -> str:

@@ -97,6 +97,8 @@ class Federation:
     def run(self) -> dict[str, Any]:
         """Run all rounds that are left and return the summary."""
         self.watcher.on_start(self.config, self.server.round + 1)
+        for note in self.engine.remarks if self.server.round == 0 else ():
+            self.note(note)
         for number in range(self.server.round + 1, self.config.rounds + 1):
             self.round(number)
             if self.watcher.stop_requested and number < self.config.rounds:
@@ -297,6 +299,7 @@ class Federation:
         summary = {
             "method": self.method.name,
             "rounds": self.config.rounds,
+            **self.engine.about,
             "accuracy_final": best.final,
             "accuracy_at_best_validation": best.at_best_validation,
             "best_validation_round": best.best_validation_round,

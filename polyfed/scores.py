@@ -108,3 +108,11 @@ class Progress:
             set(values["stale"]),
             Sizes.from_dict(values["sizes"]) if "sizes" in values else Sizes(),
         )
+
+
+def percent(share: float | None) -> str:
+    """
+    >>> percent(0.98765)
+    '98.77 %'
+    """
+    return "–" if share is None or share != share else f"{100 * share:.2f} %"

@@ -29,12 +29,12 @@ def test_more_than_a_hundred_clients_share_images() -> None:
     _, clients = bench.setting(bench.Case("many", models="cnn5", clients=150, participants=10), "threads", "cpu")
     assert len(clients.dataset) == 100 * bench.IMAGES
     assert clients.data[120].train.tolist() == clients.data[20].train.tolist()
-    assert {len(data.train) for data in clients.data} == {bench.IMAGES}
+    assert {len(data.train) for data in clients.data.values()} == {bench.IMAGES}
 
 
 def test_cases_are_chosen_by_letter_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(bench, "measure", lambda case, *rest: asked.append(case.name))
+    monkeypatch.setattr(bench, "measure", lambda case, *rest, say: asked.append(case.name))
     list(bench.run_cases("cpu"))
     assert {name[0] for name in asked} == {"a", "c", "f"}  # the others want a GPU
     asked.clear()

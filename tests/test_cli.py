@@ -1,8 +1,11 @@
 """The command line: exit statuses, one sentence for whatever is wrong, and what it prints."""
 
 import json
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from polyfed import cli
+import polyfed
+from polyfed import bench, cli
 from polyfed.cli import NextFolder
 from polyfed.config import experiment
 from polyfed.records import RunFolder
@@ -60,10 +64,22 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--data", "digit"), "unknown dataset 'digit': did you mean 'digits'?"),
         (("standalone", "--data", "npz:missing.npz"), "missing.npz"),
         (("standalone", "--classes-per-client", "11"), "classes_per_client is 11, .* 10 classes: take 1 to 10"),
-        (("standalone", "--participation", "0"), "participation is 0.0, but must be a number greater than 0 and at"),
+        (("standalone", "--participation", "0"), "participation is 0, but must be a number greater than 0 and at"),
         (("standalone", "--clients", "100000"), "100000 clients cannot share the 1797 samples .* 1 to 1797"),
         (("standalone", "--rounds", "0"), "rounds is 0, but must be a whole number at least 1"),
-        (("standalone", "--lr", "-1"), "training.lr is -1.0, but must be a number greater than 0"),
+        (("standalone", "--rounds", "abc"), "rounds is 'abc', but must be a whole number at least 1"),
+        (("standalone", "--rounds", "2.5"), "rounds is 2.5, but must be a whole number at least 1"),
+        (("standalone", "--lr", "nan"), "training.lr is nan, but must be a number greater than 0"),
+        (("standalone", "--round", "3"), "no such option: --round .*`.*run --help` tells what there is"),
+        (("standalone", "--rounds"), "'--rounds' requires an argument"),
+        ((), "missing argument 'METHOD|FILE.yaml'"),
+        (("standalone", "--out", ""), "--out is empty: name the run's folder"),
+        (("standalone", "--split", "a:b:c"), "unknown split 'a:b:c'"),
+        (("standalone", "--data", "[red]a"), r"unknown dataset '\[red\]a'"),
+        (("standalone", "--data", "npz:x[/b].npz"), r"x\[/b\].npz"),
+        (("standalone", "--clients", "1797", "--partition", "iid"), "no client would have a test sample, .* fewer"),
+        (("repeated.yaml",), "'repeated.yaml' gives 'rounds' twice, in lines 2 and 3: keep one of them"),
+        (("standalone", "--lr", "-1"), "training.lr is -1, but must be a number greater than 0"),
         (("standalone", "--partition", "dirichlett"), "must be one of shares, pathological, dirichlet, iid"),
         (("standalone", "--preset", "papers"), "unknown preset 'papers': did you mean 'paper'?"),
         (("standalone", "--split", "8-1-1"), "split '8-1-1' is no ratio"),
@@ -91,6 +107,7 @@ def test_bad_input_is_one_sentence_and_status_2(
     (tmp_path / "unknown-key.yaml").write_text("method: fedproto\nclinets: 3")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "file").write_text("")
+    (tmp_path / "repeated.yaml").write_text("method: fedproto\nrounds: 3\nrounds: 4\n")
     ended = shell("run", *arguments)
     assert ended.status == 2
     assert re.search(words, ended.error)
@@ -129,6 +146,73 @@ def test_quiet_prints_only_the_folder(shell: Shell) -> None:
     folder = shell("run", "here")
     assert folder.status == 2
     assert "`polyfed run here/config.yaml`" in folder.error
+
+
+@pytest.mark.parametrize("name", ["runs/[red]a", "x[/b]", ":b:", "[link=x]y"])
+def test_nothing_that_a_user_typed_is_interpreted(shell: Shell, tmp_path: Path, name: str) -> None:
+    assert shell("run", "standalone", *SMALL, "-q", "--out", name) == Ended(0, f"{name}\n", "")
+    assert (tmp_path / name / "summary.json").exists()
+    assert shell("resume", name).output.endswith(f"{name}\n")
+    assert f"'{name}' already holds a run" in shell("run", "standalone", *SMALL, "--out", name).error
+
+
+def test_unknown_commands_and_none_at_all(shell: Shell) -> None:
+    ended = shell("rum")
+    assert ended.status == 2 and is_one_sentence(ended.error)
+    assert "no such command 'rum'" in ended.error
+    assert shell().status == 2
+
+
+def test_ctrl_c_before_the_run_begins_is_one_line_without_advice(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real signal, as if it came while a dataset is decoded."""
+
+    def decode(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("polyfed.assemble.load_dataset", decode)
+    ended = shell("run", "standalone", *SMALL, "--out", "here")
+    assert ended == Ended(130, "", "polyfed: stopped before the run began.\n")
+    assert not (tmp_path / "here").exists()
+
+
+def test_ctrl_c_in_other_commands_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polyfed.report.tables.methods", interrupt)
+    assert shell("methods") == Ended(130, "", "polyfed: stopped.\n")
+
+
+def test_ctrl_c_while_polyfed_is_imported_is_one_line(tmp_path: Path) -> None:
+    """A module that polyfed imports sends the signal."""
+    (tmp_path / "pandas.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parent.parent)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "polyfed", "methods"],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "polyfed: stopped before anything ran.\n"
+
+
+def test_every_public_name_is_found() -> None:
+    assert all(getattr(polyfed, name) is not None for name in polyfed.__all__)
+    assert {name for names in polyfed._HOMES.values() for name in names} == set(polyfed.__all__)
+    assert polyfed.message.Message  # a module that nobody asked for before
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(polyfed, "nothing")  # noqa: B009
+
+
+def test_bench_says_what_it_measures_and_json_stays_clean(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = bench.Case("a: tiny [red]", models="cnn5", clients=2, participants=1)
+    monkeypatch.setattr(bench, "IMAGES", 70)
+    monkeypatch.setattr(bench, "CASES", (tiny,))
+    ended = shell("bench", "--device", "cpu", "--json")
+    assert json.loads(ended.output)["cases"][0]["case"] == "a: tiny [red]"
+    assert "measuring 1 of 1, a: tiny [red]: round 7 of 7\n" in ended.error
+    assert "the plain loop\n" in ended.error
 
 
 def test_options_and_settings_reach_the_experiment(shell: Shell, tmp_path: Path) -> None:

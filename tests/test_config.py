@@ -45,6 +45,22 @@ def test_a_ratio_needs_no_quotes_in_yaml(tmp_path: Path) -> None:
     assert parse_yaml("[80:20, 1:1:0.5, 12, 1.5, -3]") == ["80:20", "1:1:0.5", 12, 1.5, -3]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("method: fedproto\nrounds: 3\nclients: 5\nrounds: 4\n", "'rounds' twice, in lines 2 and 4: keep one"),
+        ("method: fedproto\nbatch-size: 3\nbatch_size: 4\n", "'batch_size' twice, in lines 2 and 3"),
+        ("method: fedproto\ntraining:\n  lr: 1\n  lr: 2\n", "'lr' twice, in lines 3 and 4"),
+        ("method: fedproto\nlr: 0.1\ntraining: {lr: 0.2}\n", "lr is 0.1 at the top level and 0.2 under training"),
+    ],
+)
+def test_a_setting_that_is_given_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        from_yaml(tmp_path, text)
+    same = "method: fedproto\nlr: 0.2\ntraining: {lr: 0.2}\n"
+    assert from_yaml(tmp_path, same, lr=0.3).training.lr == 0.3  # what a caller changes is no contradiction
+
+
 def test_none_means_no_value_where_there_may_be_none(tmp_path: Path) -> None:
     text = "method: {name: fedproto, weight: none}\nworkers: None\ntraining: {clip: none}\n"
     config = from_yaml(tmp_path, text)

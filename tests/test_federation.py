@@ -24,7 +24,12 @@ class Faulty(SequentialEngine):
     silent: tuple[int, ...] = ()
 
     def train(
-        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+        self,
+        round: int,
+        downloads: Mapping[int, Message],
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        score: bool = False,
     ) -> list[Reply]:
         return [self._spoil(reply) for reply in super().train(round, downloads, done)]
 

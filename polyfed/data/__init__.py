@@ -7,12 +7,14 @@ A `Dataset` holds all images once; a client is three lists of indices into it:
     images, labels = dataset.batch(clients[0].train[:64])
 """
 
-from polyfed.data.arrays import from_arrays, from_torch_dataset
+from polyfed.data.arrays import from_arrays, layout_hint
 from polyfed.data.augment import Augmentation
 from polyfed.data.dataset import ClientData, Dataset
 from polyfed.data.files import save_npz
+from polyfed.data.given_test import check_tested, chosen_test_set, describe_test_set
 from polyfed.data.partitions import PARTITIONS, SPLITS, partition
 from polyfed.data.sources import SOURCES, Source, default_folder, load_dataset
+from polyfed.data.torch_datasets import as_sample, from_torch_dataset, no_dataset
 
 __all__ = [
     "PARTITIONS",
@@ -22,10 +24,16 @@ __all__ = [
     "ClientData",
     "Dataset",
     "Source",
+    "as_sample",
+    "check_tested",
+    "chosen_test_set",
     "default_folder",
+    "describe_test_set",
     "from_arrays",
     "from_torch_dataset",
+    "layout_hint",
     "load_dataset",
+    "no_dataset",
     "partition",
     "save_npz",
 ]

@@ -1,9 +1,10 @@
-"""Datasets from what a user already holds: numpy arrays, torch tensors, any torch dataset."""
+"""Datasets from numpy arrays and torch tensors, checked so that nothing is taken for what it is not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,8 @@ from polyfed.errors import InputError
 Array = NDArray[Any] | Tensor
 """A numpy array or a torch tensor."""
 
-
-class TorchDataset(Protocol):
-    """What is asked of a torch dataset: a length, and pairs (image, label) by position."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+PIXELS_FROM = 20.0
+"""Float images with a value above it (and none below 0) are not normalised: they are pixels of 0 to 255."""
 
 
 def from_arrays(
@@ -33,35 +29,21 @@ def from_arrays(
     name: str = "arrays",
     *,
     classes: int | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> Dataset:
     """A dataset from numpy arrays or torch tensors.
 
     `uint8` images may be N,H,W or N,H,W,C or N,C,H,W; they are normalised with the mean and standard deviation per
-    channel of `x`. Float arrays of any shape are used as they are. Labels are integers 0 … C − 1, each of which
-    occurs; give `classes` if some do not occur in these samples. Samples of `x_test` become the official test set.
+    channel of `x`. Float arrays of any shape are used as they are. Labels are whole numbers 0 … C − 1, each of which
+    occurs; give `classes` or `class_names` if some do not occur in these samples. Samples of `x_test` are kept for
+    testing, unless the experiment's `test_set` says otherwise.
 
     >>> dataset = from_arrays(np.zeros((4, 28, 28), np.uint8), np.array([0, 1, 2, 0]))
     >>> dataset.input_shape, dataset.classes
     ((1, 28, 28), 3)
     """
     images, labels, official_test = join_arrays(x, y, x_test, y_test, name)
-    return measured_dataset(images, labels, official_test, name, classes)
-
-
-def from_torch_dataset(
-    train: TorchDataset, test: TorchDataset | None = None, name: str = "dataset", *, classes: int | None = None
-) -> Dataset:
-    """A dataset from any torch dataset of pairs (image, label); every sample is read once.
-
-    Pictures (PIL) and `uint8` arrays become `uint8` images; float tensors stay floats, as the dataset's transform
-    made them, so give it no random transform: `Augmentation` draws anew in every round.
-    """
-    x, y = _read_samples(train, name)
-    x_test, y_test = _read_samples(test, name) if test is not None else (None, None)
-    listed = getattr(train, "classes", None)  # torchvision's datasets list their class names
-    if classes is None and isinstance(listed, Sequence):
-        classes = len(listed)
-    return from_arrays(x, y, x_test, y_test, name, classes=classes)
+    return measured_dataset(images, labels, official_test, name, classes, class_names)
 
 
 def join_arrays(
@@ -84,12 +66,21 @@ def join_arrays(
     return torch.cat([images, test_images]), torch.cat([labels, test_labels]), len(test_labels)
 
 
-def measured_dataset(images: Tensor, labels: Tensor, official_test: int, name: str, classes: int | None) -> Dataset:
+def measured_dataset(
+    images: Tensor,
+    labels: Tensor,
+    official_test: int,
+    name: str,
+    classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Dataset:
     """A dataset that is normalised with the statistics of its own training images."""
     training = images[: len(images) - official_test]
     mean, std = channel_statistics(training) if images.dtype == torch.uint8 else ((), ())
-    classes = _count_classes(labels, name) if classes is None else classes
-    return Dataset(name, images, labels, classes, mean, std, official_test)
+    names = () if class_names is None else tuple(str(each) for each in class_names)
+    if classes is None:
+        classes = len(names) or _count_classes(labels, name)
+    return Dataset(name, images, labels, classes, mean, std, official_test, class_names=names)
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -122,6 +113,28 @@ def channels_first(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2) if channels_last else images
 
 
+@contextmanager
+def layout_hint(dataset: Dataset) -> Iterator[None]:
+    """If a network refuses samples inside, and these are float images in another layout, say that.
+
+    Float data are used as they are, because a user's own network may want them like that.
+    """
+    try:
+        yield
+    except InputError as error:
+        shape = dataset.input_shape
+        if dataset.images.dtype == torch.uint8:
+            raise
+        if len(shape) == 3 and shape[2] in (1, 3, 4) and min(shape[:2]) > shape[2]:
+            remedy = "look like images with their channels last: give them first, x.transpose(0, 3, 1, 2)"
+        elif len(shape) == 2 and min(shape) >= 8:
+            remedy = "look like images without a channel: give them one, x[:, None]"
+        else:
+            raise
+        reason = str(error).removesuffix(".").removesuffix(": enlarge them")
+        raise InputError(f"{reason}; float samples of '{dataset.name}' {remedy}.") from error
+
+
 def _images(x: Array, name: str) -> Tensor:
     """Samples as a contiguous tensor: `uint8` [n, channels, height, width] or `float32` [n, …]."""
     tensor = _tensor(x, "images", name)
@@ -129,11 +142,7 @@ def _images(x: Array, name: str) -> Tensor:
         raise InputError(f"dataset '{name}' has no samples: give at least one.")
     if tensor.is_floating_point():
         tensor = tensor.to(torch.float32).contiguous()
-        if tensor.ndim < 2 or not bool(torch.isfinite(tensor).all()):
-            raise InputError(
-                f"dataset '{name}' has float data of shape {tuple(tensor.shape)} that cannot be used: give finite "
-                f"numbers of shape [samples, …]."
-            )
+        _check_floats(tensor, name)
         return tensor
     if tensor.dtype != torch.uint8 or tensor.ndim not in (3, 4):
         raise InputError(
@@ -143,15 +152,50 @@ def _images(x: Array, name: str) -> Tensor:
     return channels_first(tensor).contiguous()
 
 
+def _check_floats(tensor: Tensor, name: str) -> None:
+    """Float data are finite, and are no raw pixels, which would be used without normalisation."""
+    if tensor.ndim < 2:
+        raise InputError(f"dataset '{name}' has float data of shape {tuple(tensor.shape)}: give [samples, …].")
+    finite = torch.isfinite(tensor)
+    if not bool(finite.all()):
+        wrong = torch.nonzero(~finite)
+        first = wrong[0].tolist()
+        what = "NaN" if bool(torch.isnan(tensor[tuple(first)])) else "infinite"
+        raise InputError(
+            f"dataset '{name}' has {len(wrong)} value(s) that are no finite numbers, the first (a value that is "
+            f"{what}) at index {first}: replace such values, or leave these samples out."
+        )
+    low, high = float(tensor.min()), float(tensor.max())
+    if tensor.ndim == 4 and low >= 0 and PIXELS_FROM < high <= 255 and {1, 3, 4} & {tensor.shape[1], tensor.shape[3]}:
+        raise InputError(
+            f"dataset '{name}' has float images with values from {low:g} to {high:g}, which look like pixels of 0 to "
+            f"255: give them as uint8 (x.astype('uint8')), and they are normalised, or normalise them yourself."
+        )
+
+
 def _labels(y: Array, name: str) -> Tensor:
-    """Labels as `int64` [n]; a column [n, 1] is accepted too."""
+    """Labels as `int64` [n]; a column [n, 1] and floats that are whole numbers are accepted too."""
     tensor = _tensor(y, "labels", name)
     if tensor.ndim == 2 and tensor.shape[1] == 1:
         tensor = tensor.squeeze(1)
-    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if tensor.ndim == 2:
         raise InputError(
-            f"dataset '{name}' has {tensor.dtype} labels of shape {tuple(tensor.shape)}: give one integer per sample."
+            f"dataset '{name}' has labels of shape {tuple(tensor.shape)}: give one whole number per sample; of one-hot "
+            f"labels that is y.argmax(1)."
         )
+    if tensor.ndim != 1 or tensor.is_complex():
+        raise InputError(
+            f"dataset '{name}' has {tensor.dtype} labels of shape {tuple(tensor.shape)}: give one whole number per "
+            f"sample."
+        )
+    if tensor.is_floating_point():
+        wrong = torch.nonzero((tensor != tensor.round()) | ~torch.isfinite(tensor)).flatten()
+        if len(wrong):
+            first = int(wrong[0])
+            raise InputError(
+                f"dataset '{name}' has the label {float(tensor[first]):g} at index {first}, but polyfed classifies, so "
+                f"labels are classes: give whole numbers from 0 (values to predict by regression are not supported)."
+            )
     return tensor.to(torch.int64).contiguous()
 
 
@@ -159,7 +203,18 @@ def _tensor(values: Array, what: str, name: str) -> Tensor:
     """A tensor of its own on the CPU: the caller may change its array later, the dataset must not change with it."""
     if isinstance(values, Tensor):
         return values.detach().to("cpu", copy=True)
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # a list of arrays of different shapes
+        raise InputError(
+            f"dataset '{name}' has {what} of different shapes: give one array, so resize the samples first."
+        ) from None
+    if (
+        what == "labels"
+        and array.size
+        and (array.dtype.kind in "US" or (array.dtype == object and isinstance(array.flat[0], str)))
+    ):
+        raise text_labels(name, str(array.flat[0]))
     try:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
     except TypeError:
@@ -182,27 +237,15 @@ def _count_classes(labels: Tensor, name: str) -> int:
     if int(present[0]) < 0 or len(present) != classes:
         raise InputError(
             f"dataset '{name}' has {len(present)} different labels from {int(present[0])} to {classes - 1}: number "
-            f"them 0 to {len(present) - 1}, or say how many classes there are if some do not occur here."
+            f"them 0 to {len(present) - 1}, or, if some classes do not occur here, give class_names with a name for "
+            f"each class."
         )
     return classes
 
 
-def _read_samples(samples: TorchDataset, name: str) -> tuple[Tensor, Tensor]:
-    """Every sample of a torch dataset, stacked."""
-    pairs = [samples[position] for position in range(len(samples))]
-    if not pairs:
-        raise InputError(f"dataset '{name}' has no samples: give at least one.")
-    images = [_sample(pair[0]) for pair in pairs]
-    shapes = {tuple(image.shape) for image in images}
-    if len(shapes) > 1:
-        examples = " and ".join(str(shape) for shape in sorted(shapes)[:2])
-        raise InputError(f"dataset '{name}' has samples of different shapes, such as {examples}: resize them first.")
-    return torch.stack(images), torch.tensor([int(pair[1]) for pair in pairs], dtype=torch.int64)
-
-
-def _sample(image: Any) -> Tensor:
-    """One sample as a tensor; pictures and `uint8` arrays as [channels, height, width]."""
-    if hasattr(image, "convert") and hasattr(image, "mode"):  # a PIL picture, without importing PIL for the question
-        image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
-        return torch.from_numpy(image.copy() if image.ndim == 2 else image.transpose(2, 0, 1).copy())
-    return image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+def text_labels(name: str, example: str) -> InputError:
+    """The error for labels that are words."""
+    return InputError(
+        f"dataset '{name}' has labels that are texts, such as '{example}': number them first, such as by "
+        f"class_names, y = numpy.unique(texts, return_inverse=True)."
+    )

@@ -34,11 +34,20 @@ class Dataset:
     std: tuple[float, ...] = ()
     official_test: int = 0
     """The last so many samples are the source's own test set; 0: it has none."""
+    pools_test: bool = False
+    """Whether that test set is by default pooled with the rest, as the papers do; otherwise nobody trains on it."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called; empty: by their numbers."""
     _scalings: dict[torch.device, tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_images(self)
         _check_labels(self)
+        if self.class_names and len(self.class_names) != self.classes:
+            raise InputError(
+                f"dataset '{self.name}' has {self.classes} classes but {len(self.class_names)} class names: give one "
+                f"name for each class."
+            )
         if not 0 <= self.official_test < len(self.labels):
             raise InputError(
                 f"dataset '{self.name}' names {self.official_test} of its {len(self.labels)} samples as the official "
@@ -51,6 +60,11 @@ class Dataset:
     def only(self, samples: Tensor) -> Dataset:
         """The same source with only these samples, in this order."""
         return replace(self, images=self.images[samples], labels=self.labels[samples], official_test=0)
+
+    def __repr__(self) -> str:
+        shape = "×".join(str(side) for side in self.input_shape)
+        test = f", {self.official_test} for testing" if self.official_test else ""
+        return f"Dataset('{self.name}': {len(self)} samples of {shape}, {self.classes} classes{test})"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -107,6 +121,9 @@ class ClientData:
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Training, validation and test samples."""
         return self.train, self.validation, self.test
+
+    def __repr__(self) -> str:
+        return f"ClientData({len(self.train)} train, {len(self.validation)} validation, {len(self.test)} test)"
 
 
 def _check_images(dataset: Dataset) -> None:

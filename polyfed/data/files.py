@@ -6,10 +6,8 @@ import gzip
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,40 +17,54 @@ from torch import Tensor
 
 from polyfed.data.arrays import join_arrays
 from polyfed.data.dataset import Dataset
+from polyfed.data.reading import read_many
 from polyfed.errors import InputError
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 """The four files in which MNIST and its relatives are published, each perhaps with .gz at the end."""
 
 
-def read_npz(path: Path, name: str) -> tuple[Tensor, Tensor, int, int | None]:
-    """Images, labels, number of test samples and of classes, from an npz archive.
+def read_npz(path: Path, name: str) -> tuple[Tensor, Tensor, int, list[str] | None]:
+    """Images, labels, number of test samples and names of classes, from an npz archive.
 
-    It holds x_train, y_train and perhaps x_test, y_test; or x, y. The number of classes is known if it also holds
-    class_names.
+    It holds x_train, y_train and perhaps x_test, y_test; or x, y; and perhaps class_names.
     """
-    try:
-        # Without pickle: reading a file must never run code from it.
-        with np.load(path, allow_pickle=False) as archive:
-            wanted = ("x", "y", "x_train", "y_train", "x_test", "y_test", "class_names")
-            arrays: dict[str, NDArray[np.generic]] = {key: archive[key] for key in wanted if key in archive}
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}: give the path of an npz archive with x_train, y_train.") from None
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(
-            f"{path} cannot be read as an npz archive of plain arrays ({one_line(error)}): save it with "
-            f"numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)."
-        ) from error
+    arrays = _read_arrays(path)
     training = ("x_train", "y_train") if "x_train" in arrays or "y_train" in arrays else ("x", "y")
     missing = [key for key in training if key not in arrays]
     if missing:
         raise InputError(f"{path} lacks {' and '.join(missing)}: save x_train, y_train, x_test, y_test or x, y in it.")
-    x, y = (arrays[key] for key in training)
-    images, labels, official_test = join_arrays(x, y, arrays.get("x_test"), arrays.get("y_test"), name)
-    return images, labels, official_test, len(arrays["class_names"]) if "class_names" in arrays else None
+    x, y = (arrays.pop(key) for key in training)
+    images, labels, official_test = join_arrays(x, y, arrays.pop("x_test", None), arrays.pop("y_test", None), name)
+    names = arrays.pop("class_names", None)
+    sizes = {len(labels), len(labels) - official_test, official_test} - {0}
+    for key, array in arrays.items():
+        if key.startswith(("x", "y", "client")) or (array.ndim and len(array) in sizes):
+            raise InputError(
+                f"{path} also holds an array '{key}', which polyfed does not use: who owns which samples is decided by "
+                f"the partition, so leave that array out."
+            )
+    return images, labels, official_test, None if names is None else [str(each) for each in names.reshape(-1)]
+
+
+def _read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
+    """All arrays of an npz archive."""
+    remedy = "save it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)"
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+        if start[:2] != b"PK":  # what every zip archive begins with; numpy would take anything else for a pickle
+            what = "holds a single array" if start == b"\x93NUMPY" else "is no npz archive, whatever its name says"
+            raise InputError(f"{path} {what}: {remedy}.")
+        # Without pickle: reading a file must never run code from it.
+        with np.load(path, allow_pickle=False) as archive:
+            return {key: archive[key] for key in archive}
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}: give the path of an npz archive with x_train, y_train.") from None
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(
+            f"{path} cannot be read as an npz archive of plain arrays ({one_line(error)}): {remedy}."
+        ) from error
 
 
 def save_npz(dataset: Dataset, path: Path | str) -> None:
@@ -62,6 +74,8 @@ def save_npz(dataset: Dataset, path: Path | str) -> None:
     arrays = {"x_train": images[:training], "y_train": labels[:training]}
     if dataset.official_test:
         arrays |= {"x_test": images[training:], "y_test": labels[training:]}
+    if dataset.class_names:
+        arrays["class_names"] = np.array(dataset.class_names)
     with Path(path).open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
@@ -95,8 +109,8 @@ def read_idx(path: Path) -> Tensor:
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).reshape(shape)
 
 
-def read_class_folders(folder: Path, size: tuple[int, int], name: str) -> tuple[Tensor, Tensor, int]:
-    """Pictures from FOLDER/CLASS/images/*.JPEG: images, labels by the classes' sorted names, number of classes."""
+def read_class_folders(folder: Path, size: tuple[int, int], name: str) -> tuple[Tensor, Tensor]:
+    """Pictures from FOLDER/CLASS/images/*.JPEG: images, and labels by the classes' sorted names."""
     classes = sorted(entry for entry in folder.iterdir() if (entry / "images").is_dir())
     paths, labels = [], []
     for label, entry in enumerate(classes):
@@ -105,8 +119,8 @@ def read_class_folders(folder: Path, size: tuple[int, int], name: str) -> tuple[
         labels += [label] * len(pictures)
     if not paths:
         raise InputError(f"dataset '{name}' has no pictures CLASS/images/*.JPEG in {folder}: unpack its archive there.")
-    images = np.stack(read_many(lambda path: read_picture(path, size), paths))
-    return torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64), len(classes)
+    images = np.stack(read_many(lambda path: read_picture(path, size), paths, name))
+    return torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64)
 
 
 def read_picture(path: Path, size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -120,12 +134,6 @@ def read_picture(path: Path, size: tuple[int, int]) -> NDArray[np.uint8]:
     if colours.size != (width, height):
         colours = colours.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(colours, dtype=np.uint8).transpose(2, 0, 1)
-
-
-def read_many(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Read many pictures, several at a time: decoding leaves Python free meanwhile."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(read, items))
 
 
 def one_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from polyfed.data.dataset import ClientData, Dataset
+from polyfed.data.given_test import TestSet, chosen_test_set, deal_test_set
 from polyfed.data.owners import (
     NOBODY,
     SharePlan,
@@ -24,7 +25,7 @@ from polyfed.data.owners import (
     share_owners,
     too_few_samples,
 )
-from polyfed.data.splits import OFFICIAL_SPLIT, SPLITS, TEST, TRAIN, VALIDATION, Integers, divide, parse_split
+from polyfed.data.splits import OFFICIAL_SPLIT, SPLITS, TEST, TRAIN, VALIDATION, Integers, Ratio, divide, parse_split
 from polyfed.errors import InputError, unknown_name
 from polyfed.seeds import numpy_generator
 
@@ -56,6 +57,7 @@ def partition(
     seed: int = 0,
     minimum: int | None = None,
     compat: bool = False,
+    test_set: TestSet = "auto",
 ) -> list[ClientData]:
     """Give the dataset's samples to clients; the same seed gives the same partition anywhere.
 
@@ -68,30 +70,44 @@ def partition(
       parameter `alpha`; the smaller, the more uneven. Every sample is used.
     - `iid`: shuffled and cut evenly. Every sample is used.
 
-    `split` is a ratio train:validation:test or train:test, or a name of `SPLITS`. All samples are pooled first, the
-    source's own test set included; only the split `released-code` keeps that apart. `minimum` is the least number of
-    samples a client may own; None stands for `default_minimum` with dirichlet and for one sample otherwise. `compat`
-    makes `shares` behave as the released code does: a client may draw a class twice, and a few samples per class stay
-    unused because every share is rounded down.
+    `split` is a ratio train:validation:test or train:test, or a name of `SPLITS`. `test_set` says what becomes of the
+    test set that a dataset brings along: `pooled` with the other samples before anything is dealt out, or kept `apart`,
+    so that nobody trains on it; then each client gets its share of it, class by class, and of `split` only the ratio of
+    training to validation counts. `auto` is what the dataset itself says (`Dataset.pools_test`). The split
+    `released-code` keeps the test set apart in any case.
+
+    `minimum` is the least number of samples a client may own (for training and validation, if the test set is kept
+    apart); None stands for `default_minimum` with dirichlet and for one sample otherwise. `compat` makes `shares`
+    behave as the released code does: a client may draw a class twice, and a few samples per class stay unused because
+    every share is rounded down.
     """
     if kind not in PARTITIONS:
         raise unknown_name("partition", kind, PARTITIONS)
-    _check(dataset, kind, clients, alpha, minimum, compat)
+    by_code = split.lower() == OFFICIAL_SPLIT
+    apart = chosen_test_set(dataset, split, test_set) == "apart" and not by_code
     labels = np.asarray(dataset.labels.cpu().numpy(), dtype=np.int64)
+    dealt = labels[: len(labels) - dataset.official_test] if apart else labels
+    _check(dataset, len(dealt), kind, clients, alpha, minimum, compat)
     if kind in ("shares", "pathological"):
-        _check_classes_per_client(dataset, labels, classes_per_client)
+        _check_classes_per_client(dataset, dealt, classes_per_client)
     ratio = parse_split(split)
     generator = numpy_generator(seed, "partition")
-    if split.lower() == OFFICIAL_SPLIT:
+    if by_code:
         if kind != "shares":
             raise InputError(f"split '{OFFICIAL_SPLIT}' exists for the partition shares only: give a ratio for {kind}.")
         owners, parts = _official_parts(dataset, labels, clients, classes_per_client, compat, generator)
         _check_official(owners, parts, clients)
-    else:
-        owners = _owners(labels, kind, clients, classes_per_client, alpha, minimum, compat, generator)
-        parts = divide(owners, labels, ratio, numpy_generator(seed, "split"))
+        _check_sizes(owners, clients, minimum or 1)
+        return _client_data(owners, parts, clients)
+    owners = _owners(dealt, kind, clients, classes_per_client, alpha, minimum, compat, generator)
     _check_sizes(owners, clients, minimum or 1)
-    return _client_data(owners, parts, clients)
+    if not apart:
+        return _client_data(owners, divide(owners, labels, ratio, numpy_generator(seed, "split")), clients)
+    ratio = Ratio(ratio.train, ratio.validation, 0)
+    parts = divide(owners, dealt, ratio, numpy_generator(seed, "split"))
+    testers = deal_test_set(dataset, owners, clients, numpy_generator(seed, "test set"))
+    parts = np.concatenate([parts, np.where(testers == NOBODY, NOBODY, TEST)])
+    return _client_data(np.concatenate([owners, testers]), parts, clients)
 
 
 def _owners(
@@ -150,19 +166,20 @@ def _official_parts(
     return owners, parts
 
 
-def _check(dataset: Dataset, kind: str, clients: int, alpha: float, minimum: int | None, compat: bool) -> None:
-    """What is wrong with the wish itself, before any draw."""
-    if clients < 1 or clients > len(dataset):
+def _check(
+    dataset: Dataset, samples: int, kind: str, clients: int, alpha: float, minimum: int | None, compat: bool
+) -> None:
+    """What is wrong with the wish itself, before any draw; so many of the dataset's samples are dealt out."""
+    if clients < 1 or clients > samples:
+        what = "samples" if samples == len(dataset) else "training samples"
         raise InputError(
-            f"{clients} clients cannot share the {len(dataset)} samples of '{dataset.name}': take 1 to {len(dataset)} "
-            f"clients."
+            f"{clients} clients cannot share the {samples} {what} of '{dataset.name}': take 1 to {samples} clients."
         )
     if kind == "dirichlet" and not (math.isfinite(alpha) and alpha > 0):
         raise InputError(f"alpha is {alpha}: the partition dirichlet needs a number above 0, such as 0.1.")
-    if minimum is not None and not 1 <= minimum <= len(dataset) // clients:
+    if minimum is not None and not 1 <= minimum <= samples // clients:
         raise InputError(
-            f"min_samples is {minimum}: {clients} clients and {len(dataset)} samples allow 1 to "
-            f"{len(dataset) // clients}."
+            f"min_samples is {minimum}: {clients} clients and {samples} samples allow 1 to {samples // clients}."
         )
     if compat and kind != "shares":
         raise InputError(f"compat exists for the partition shares only: leave it out for {kind}.")

@@ -7,7 +7,7 @@ import os
 import socket
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from http.client import HTTPException
@@ -19,20 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.data.arrays import from_arrays, from_torch_dataset, join_arrays, measured_dataset
+from polyfed.data.arrays import join_arrays, measured_dataset
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import (
     find_idx_folder,
     one_line,
     read_class_folders,
     read_idx_folder,
-    read_many,
     read_npz,
-    save_npz,
 )
+from polyfed.data.reading import Decoded, decoded_once, read_many
 from polyfed.errors import InputError, unknown_name
-
-__all__ = ["SOURCES", "Source", "default_folder", "from_arrays", "from_torch_dataset", "load_dataset", "save_npz"]
 
 FOLDER_VARIABLE = "POLYFED_DATA"
 """The environment variable that names the folder of datasets."""
@@ -76,15 +73,37 @@ class Source:
     """Mean and standard deviation per channel; empty: computed from the images."""
     load: Callable[[Source, Path, bool], Dataset]
     """From this entry, a folder and whether a download is allowed to the dataset."""
+    test_samples: int = 0
+    """How many of the samples are the official test set."""
+    layout: str = ""
+    """What the folder of datasets may hold besides NAME.npz, in words."""
 
-    def dataset(self, images: Tensor, labels: Tensor, official_test: int = 0) -> Dataset:
+    def dataset(
+        self, images: Tensor, labels: Tensor, official_test: int = 0, class_names: Sequence[str] | None = None
+    ) -> Dataset:
         """A dataset with this source's name, classes and normalisation."""
         if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.input_shape:
             raise InputError(
                 f"dataset '{self.name}' has uint8 images of shape {self.input_shape}, but {images.dtype} samples of "
                 f"shape {tuple(images.shape[1:])} were found under its name: use other data as npz:PATH."
             )
-        return Dataset(self.name, images, labels, self.classes, *self.normalisation, official_test)
+        found = len(torch.unique(labels))
+        if len(images) != self.samples or official_test not in (0, self.test_samples) or found != self.classes:
+            raise InputError(
+                f"dataset '{self.name}' has {self.samples} samples of {self.classes} classes, {self.test_samples} of "
+                f"them for testing, but {len(images)} of {found} classes with {official_test} for testing were found "
+                f"under its name: complete the files, or use other data as npz:PATH."
+            )
+        return Dataset(
+            self.name,
+            images,
+            labels,
+            self.classes,
+            *self.normalisation,
+            official_test,
+            pools_test=True,
+            class_names=tuple(class_names or ()),
+        )
 
 
 def default_folder() -> Path:
@@ -104,12 +123,13 @@ def load_dataset(name: str, folder: Path | str | None = None, download: bool = T
     own = name.startswith("npz:")
     source = SOURCES.get("npz:PATH" if own else name.lower())
     if source is None:
+        if name.endswith(".npz") or "/" in name or Path(name).is_file():
+            raise InputError(f"'{name}' is no dataset's name: for an npz archive of your own write npz:{name}.")
         raise unknown_name("dataset", name, SOURCES)
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
     if not own and archive.is_file():
-        images, labels, official_test, _ = read_npz(archive, source.name)
-        return source.dataset(images, labels, official_test)
+        return source.dataset(*read_npz(archive, source.name))
     return source.load(replace(source, name=name) if own else source, place, download)
 
 
@@ -133,7 +153,7 @@ def _mnist_like(source: Source, folder: Path, download: bool) -> Dataset:
     found = find_idx_folder(places)
     if found is None:
         return _torchvision_pair(source, kind, folder, download)
-    return source.dataset(*join_arrays(*read_idx_folder(found), source.name))
+    return source.dataset(*join_arrays(*read_idx_folder(found), source.name), kind.classes)
 
 
 def _cifar(source: Source, folder: Path, download: bool) -> Dataset:
@@ -155,13 +175,21 @@ def _flowers(source: Source, folder: Path, download: bool) -> Dataset:
         colours = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
         return np.asarray(colours).transpose(2, 0, 1)
 
-    with _fetching(source, folder, download):
-        kinds = ("train", "val", "test")
-        parts = [datasets.Flowers102(folder, split=kind, transform=resized, download=download) for kind in kinds]
+    def decode() -> Decoded:
+        with _fetching(source, folder, download):
+            kinds = ("train", "val", "test")
+            parts = [datasets.Flowers102(folder, split=kind, transform=resized, download=download) for kind in kinds]
         places = [(part, position) for part in parts for position in range(len(part))]
-        samples = read_many(lambda place: place[0][place[1]], places)
-    images = torch.from_numpy(np.stack([image for image, _ in samples]))
-    return source.dataset(images, torch.tensor([label for _, label in samples]), official_test=len(parts[-1]))
+        try:
+            samples = read_many(lambda place: place[0][place[1]], places, source.name)
+        except (OSError, SyntaxError) as error:
+            raise InputError(
+                f"a picture of '{source.name}' in {folder} cannot be read ({one_line(error)}): fetch the files again."
+            ) from error
+        images = torch.from_numpy(np.stack([image for image, _ in samples]))
+        return images, torch.tensor([label for _, label in samples]), len(parts[-1])
+
+    return source.dataset(*decoded_once(folder / "flowers-102", (height, width), decode))
 
 
 def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
@@ -173,15 +201,16 @@ def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
             f"http://cs231n.stanford.edu in {folder}, or name another folder with {FOLDER_VARIABLE}."
         )
     height, width = source.input_shape[1:]
-    images, labels, classes = read_class_folders(place, (height, width), source.name)
-    return replace(source, classes=classes).dataset(images, labels)
+    return source.dataset(
+        *decoded_once(place, (height, width), lambda: (*read_class_folders(place, (height, width), source.name), 0))
+    )
 
 
 def _own_file(source: Source, folder: Path, download: bool) -> Dataset:
     """A user's own archive, at the path in the name."""
     path = Path(source.name.removeprefix("npz:")).expanduser()
-    images, labels, official_test, classes = read_npz(path, path.stem)
-    return measured_dataset(images, labels, official_test, path.stem, classes)
+    images, labels, official_test, class_names = read_npz(path, path.stem)
+    return measured_dataset(images, labels, official_test, path.stem, class_names=class_names)
 
 
 def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, download: bool) -> Dataset:
@@ -189,13 +218,13 @@ def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, do
     with _fetching(source, folder, download):
         train, test = (kind(folder, train=part, download=download) for part in (True, False))
         x, y, x_test, y_test = (torch.as_tensor(a) for a in (train.data, train.targets, test.data, test.targets))
-    return source.dataset(*join_arrays(x, y, x_test, y_test, source.name))
+    return source.dataset(*join_arrays(x, y, x_test, y_test, source.name), getattr(train, "classes", None))
 
 
 @contextmanager
 def _fetching(source: Source, folder: Path, download: bool) -> Iterator[None]:
     """Give up on a silent network soon, keep torchvision's remarks off the output, and explain what is missing."""
-    patience = socket.getdefaulttimeout()
+    patience, before = socket.getdefaulttimeout(), set(_folders(folder))
     socket.setdefaulttimeout(DOWNLOAD_PATIENCE)
     try:
         with redirect_stdout(io.StringIO()):
@@ -203,18 +232,39 @@ def _fetching(source: Source, folder: Path, download: bool) -> Iterator[None]:
     except DOWNLOAD_ERRORS as error:
         tried = f"and the download failed ({one_line(error)})" if download else "and no download was allowed"
         raise InputError(
-            f"dataset '{source.name}' is missing: {folder} holds neither {source.name}.npz nor complete torchvision "
-            f"files, {tried}; run once with a network, or put {source.name}.npz with x_train, y_train, x_test, y_test "
-            f"there, or name another folder with {FOLDER_VARIABLE}."
+            f"dataset '{source.name}' is missing: {folder} holds neither {source.name}.npz (with x_train, y_train, "
+            f"x_test, y_test) nor {source.layout}, {tried}; run once with a network, or put one of these there, or "
+            f"name another folder with {FOLDER_VARIABLE}."
         ) from error
     finally:
         socket.setdefaulttimeout(patience)
+        for place in reversed(_folders(folder)):  # torchvision makes folders before it has anything to put there
+            if place not in before and not any(place.iterdir()):
+                place.rmdir()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """The folder with those above it and two levels below, as far as they exist, outer ones first."""
+    below = [*folder.glob("*"), *folder.glob("*/*")]
+    return [place for place in (*reversed(folder.parents), folder, *below) if place.is_dir()]
 
 
 _DOWNLOADED = "downloaded by torchvision"
+_IDX = "the four idx files, packed or not, in {name}/ or {raw}/raw/"
 _ENTRIES = (
     Source("digits", "handwritten digits", 1797, 10, (1, 28, 28), "comes with scikit-learn", HALF_GREY, _digits),
-    Source("mnist", "handwritten digits", 70_000, 10, (1, 28, 28), _DOWNLOADED, MNIST, _mnist_like),
+    Source(
+        "mnist",
+        "handwritten digits",
+        70_000,
+        10,
+        (1, 28, 28),
+        _DOWNLOADED,
+        MNIST,
+        _mnist_like,
+        10_000,
+        _IDX.format(name="mnist", raw="MNIST"),
+    ),
     Source(
         "fashion-mnist",
         "articles of clothing",
@@ -224,10 +274,45 @@ _ENTRIES = (
         f"{_DOWNLOADED}, or Debian's package dataset-fashion-mnist",
         HALF_GREY,
         _mnist_like,
+        10_000,
+        _IDX.format(name="fashion-mnist", raw="FashionMNIST"),
     ),
-    Source("cifar10", "photographs of things and animals", 60_000, 10, (3, 32, 32), _DOWNLOADED, IMAGENET, _cifar),
-    Source("cifar100", "photographs of things and animals", 60_000, 100, (3, 32, 32), _DOWNLOADED, CIFAR100, _cifar),
-    Source("flowers102", "photographs of flowers", 8189, 102, (3, 64, 64), _DOWNLOADED, HALF_COLOUR, _flowers),
+    Source(
+        "cifar10",
+        "photographs of things and animals",
+        60_000,
+        10,
+        (3, 32, 32),
+        _DOWNLOADED,
+        IMAGENET,
+        _cifar,
+        10_000,
+        "cifar-10-python.tar.gz or cifar-10-batches-py/",
+    ),
+    Source(
+        "cifar100",
+        "photographs of things and animals",
+        60_000,
+        100,
+        (3, 32, 32),
+        _DOWNLOADED,
+        CIFAR100,
+        _cifar,
+        10_000,
+        "cifar-100-python.tar.gz or cifar-100-python/",
+    ),
+    Source(
+        "flowers102",
+        "photographs of flowers",
+        8189,
+        102,
+        (3, 64, 64),
+        _DOWNLOADED,
+        HALF_COLOUR,
+        _flowers,
+        6149,
+        "flowers-102/ with jpg/, imagelabels.mat and setid.mat",
+    ),
     Source(
         "tiny-imagenet",
         "photographs of things and animals",

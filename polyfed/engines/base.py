@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +36,10 @@ class Engine(ABC):
     name: ClassVar[str]
     notes: list[str]
     """What the federation should record of the engine itself; it takes them out after every round."""
+    remarks: Sequence[str] = ()
+    """What is to be said of the clients' data before the first round."""
+    about: Mapping[str, Any] = MappingProxyType({})
+    """What the run's summary says of the clients' data."""
 
     @abstractmethod
     def train(
@@ -88,6 +93,8 @@ class LocalEngine(Engine):
     def __init__(self, population: Population, *, memory_budget: int | None = None) -> None:
         self.population = population.on_device()
         self.notes = []
+        self.remarks = population.notes
+        self.about = {"test_set": population.test_set}
         self._first: dict[str, State] = {}
         self._networks: dict[str, ClientNetwork] = {}
         self._beginners = Counter(architecture.name for architecture in population.architectures.values())

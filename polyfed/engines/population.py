@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,10 +36,21 @@ class Population:
     """By architecture, a hash of its state's names, shapes and types."""
     own_start: bool = False
     """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
+    test_set: str = "none"
+    """What became of the dataset's own test set: apart, pooled, or none if it has none."""
+    notes: Sequence[str] = ()
+    """Remarks on the data, for the run's record."""
     draws: frozenset[str] = frozenset()
     """Architectures whose networks draw from global generators in their forward."""
     steps: tuple[MessageStep, ...] = ()
     """What an upload passes through before it leaves its client, in this order."""
+
+    def __repr__(self) -> str:
+        networks = ", ".join(dict.fromkeys(architecture.name for architecture in self.architectures.values()))
+        return (
+            f"Population({len(self.data)} clients with {networks}, {self.method.name} on '{self.dataset.name}', "
+            f"{self.device})"
+        )
 
     @property
     def task(self) -> Task:

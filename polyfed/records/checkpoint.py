@@ -95,7 +95,7 @@ class Checkpoints:
         server: State,
         progress: Mapping[str, Any],
         changed: Iterable[int] = (),
-        state: Callable[[int], State] = {}.__getitem__,
+        state: Callable[[int], State] = lambda client: {},
         records: Callable[[], Mapping[str, Extent]] = dict,
     ) -> None:
         """Write a checkpoint of a finished round; `state` gives a client's state, `records` syncs the run's records."""

@@ -1,43 +1,68 @@
-"""How a run shows itself while it goes on: a bar on a terminal, plain lines elsewhere."""
+"""How a run shows itself while it goes on: a bar on a terminal, a line in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from polyfed.config import Experiment
+from polyfed.data.reading import listening
+from polyfed.errors import InputError
 from polyfed.federation import Watcher
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """A console that prints texts as they are: what a user typed may look like markup or like an emoji's name."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 class QuietProgress(Watcher):
     """Says nothing, but lets Ctrl-C end the run after the round in progress."""
+
+    _running = False
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.terminated = False
         """Whether it was SIGTERM, not Ctrl-C, that asked the run to stop."""
 
+    def on_start(self, config: Experiment, first_round: int) -> None:
+        self._running = True
+
+    def on_reading(self, what: str, done: int, total: int) -> None:
+        """So many pictures of a dataset have been read."""
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """While inside, what there is to show is shown."""
+        with listening(self.on_reading):
+            yield
+
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While inside, the first Ctrl-C or SIGTERM asks the run to stop after its round, the second stops at once."""
+        """The same, and Ctrl-C or SIGTERM lets a run stop after its round; a second one, or an early one, at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
-            if self.stop_requested:
+            self.terminated = self.terminated or number == signal.SIGTERM
+            if self.stop_requested or not self._running:
                 raise KeyboardInterrupt
-            self.stop_requested, self.terminated = True, number == signal.SIGTERM
+            self.stop_requested = True
             words = "Stopping after this round, with a checkpoint; press Ctrl-C again to stop at once."
             self.console.print(words, soft_wrap=True)
 
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            with self.showing():
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -49,50 +74,85 @@ class LineProgress(QuietProgress):
     _begin = 0.0
     _first = 1
     _rounds = 0
+    _said = 0.0
 
     def on_start(self, config: Experiment, first_round: int) -> None:
+        super().on_start(config, first_round)
         self._begin, self._first, self._rounds = time.perf_counter(), first_round, config.rounds
+
+    def on_reading(self, what: str, done: int, total: int) -> None:
+        if done == 0 or time.perf_counter() - self._said > 10:
+            self._said = time.perf_counter()
+            self.show(f"reading {what}: {done} of {total} pictures")
 
     def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
         if row is not None:
             per_round = (time.perf_counter() - self._begin) / (round - self._first + 1)
             left = per_round * (self._rounds - round)
-            self.console.print(
+            self.show(
                 f"round {round}/{self._rounds}  accuracy {100 * row['accuracy_mean']:.2f} %  "
-                f"loss {row['loss_mean']:.4f}  {row['seconds']:.1f} s  {left:.0f} s left",
-                highlight=False,
-                soft_wrap=True,
+                f"loss {row['loss_mean']:.4f}  {row['seconds']:.1f} s  {left:.0f} s left"
             )
 
     def on_note(self, note: str) -> None:
-        self.console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        self.show(f"note: {note}")
+
+    def show(self, line: str) -> None:
+        """Show a line."""
+        self.console.print(line, soft_wrap=True)
+
+
+class NotebookProgress(LineProgress):
+    """One line that is replaced by the next, under a notebook's cell; notes stay."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        from IPython.display import display
+
+        self._display = display
+        self._handle: Any = None
+
+    def on_note(self, note: str) -> None:
+        self._display({"text/plain": f"note: {note}"}, raw=True)
+
+    def show(self, line: str) -> None:
+        if self._handle is None:
+            self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": line}, raw=True)
 
 
 class BarProgress(QuietProgress):
     """A live bar over rounds, with the latest accuracy and the time left."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, transient: bool = False) -> None:
         super().__init__(console)
         self._bar = Progress(
-            TextColumn("round"),
+            TextColumn("{task.description}", markup=False),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[accuracy]}", markup=False),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=console,
+            transient=transient,
         )
         self._per_round = 1
-        self._task = self._bar.add_task("rounds", total=None, accuracy="accuracy –")
+        self._task = self._bar.add_task("round", total=None, accuracy="accuracy –")
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        with super().watching(), self._bar:
+    def showing(self) -> Iterator[None]:
+        with super().showing(), self._bar:
             yield
 
+    def on_reading(self, what: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=f"reading {what}", total=total, completed=done, accuracy="")
+
     def on_start(self, config: Experiment, first_round: int) -> None:
+        super().on_start(config, first_round)
         self._per_round = config.participants
-        self._bar.update(self._task, total=config.rounds, completed=first_round - 1)
+        self._bar.reset(self._task, description="round", total=config.rounds, completed=first_round - 1)
+        self._bar.update(self._task, accuracy="accuracy –")
 
     def on_client(self, round: int, client: int) -> None:
         self._bar.advance(self._task, 1 / self._per_round)
@@ -104,4 +164,44 @@ class BarProgress(QuietProgress):
             self._bar.update(self._task, accuracy=text)
 
     def on_note(self, note: str) -> None:
-        self._bar.console.print(f"note: {note}", highlight=False, markup=False)
+        self._bar.console.print(f"note: {note}")
+
+
+@contextmanager
+def watched(watcher: Watcher | None, progress: bool | None) -> Iterator[Watcher]:
+    """Who is told how a run from Python goes on: the caller's watcher, or a bar where someone can see it.
+
+    With `progress` None that is on a terminal and in a notebook; True shows it anywhere, False nowhere.
+    """
+    if watcher is not None and progress:
+        raise InputError("a run has a watcher and progress=True: give one of them.")
+    console = plain_console(stderr=True)
+    kind: QuietProgress | None = None
+    if watcher is None and progress is not False:
+        if in_notebook():
+            kind = NotebookProgress(console)
+        elif sys.stderr.isatty():
+            kind = BarProgress(console, transient=True)
+        elif progress:
+            kind = LineProgress(console)
+    if kind is None:
+        yield watcher or Watcher()
+        return
+    with kind.showing():
+        yield kind
+
+
+@contextmanager
+def bench_line(console: Console) -> Iterator[Callable[[str], None]]:
+    """A line that says what is measured now: replaced by the next on a terminal, one below the other elsewhere."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda words: status.update(Text(words))
+    else:
+        yield lambda words: console.print(words, soft_wrap=True)
+
+
+def in_notebook() -> bool:
+    """Whether this is a notebook's kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -9,10 +9,11 @@ from pydantic_core import PydanticUndefined
 from rich.table import Table
 
 from polyfed.bench import Measurement
-from polyfed.config import describe_range
+from polyfed.config import describe_range, typed
 from polyfed.data import SOURCES
 from polyfed.methods import METHODS
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
+from polyfed.scores import percent
 
 _NEEDS = {"features": "same number of features", "head": "same head", "network": "same network"}
 
@@ -66,19 +67,21 @@ def datasets() -> list[dict[str, Any]]:
 
 def methods_table() -> Table:
     """The methods for people."""
-    rows = [
-        [m["name"], m["title"], m["paper"], m["shares"], ", ".join(_NEEDS[need] for need in m["requires"]) or "nothing"]
-        for m in methods()
-    ]
-    return _table(["name", "title", "paper", "what clients share", "must be alike among clients"], rows)
+    rows = [[m["name"], f"{m['title']}, {m['paper']}", m["shares"], _needs(m["requires"])] for m in methods()]
+    return _table(["name", "method and paper", "what clients share", "must be alike"], rows)
 
 
 def method_options_table() -> Table:
     """The methods' options for people."""
-    rows = [
-        [m["name"], o["name"], str(o["default"]), o["range"], o["description"]] for m in methods() for o in m["options"]
-    ]
-    return _table(["method", "option", "default", "range", "meaning"], rows)
+    rows = []
+    for method in methods():
+        rows += [[method["name"], "", ""]] if method["options"] else []
+        rows += [
+            [f"  {o['name']}", typed(o["default"]), f"{o['description']} ({o['range']})"] for o in method["options"]
+        ]
+    table = _table(["option", "default", "meaning (range)"], rows)
+    table.caption, table.caption_justify = "An option is set by --set method.NAME=VALUE.", "left"
+    return table
 
 
 def networks_table() -> Table:
@@ -114,6 +117,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             else "no validation samples",
         ],
         ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
+        *_test_set(summary.get("test_set", "none")),
         ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
         [
             "communication, down",
@@ -124,8 +128,15 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ["time for training and server", f"{summary['seconds']:.1f}", "seconds"],
     ]
     table = _table([summary["method"], "", ""], rows)
+    table.columns[0].no_wrap = False
     table.columns[1].justify = "right"
     return table
+
+
+def _test_set(choice: str) -> list[list[str]]:
+    """A row on the test set that the data brought along, if they did."""
+    words = {"apart": "for testing only", "pooled": "with training samples"}
+    return [["test set of the data", choice, words[choice]]] if choice in words else []
 
 
 def measurement_line(result: Measurement) -> str:
@@ -138,11 +149,9 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
     """All measured cases for people."""
     rows = [
         [
-            r.case,
-            r.engine,
+            f"{r.case} ({r.engine})",
             f"{r.seconds:.4f}",
             f"{r.steps_per_second:.0f}",
-            f"{1e6 / r.steps_per_second:.0f}",
             f"{100 * r.outside:.1f} %",
             f"{r.warm_up:.1f}",
             f"{quantity(r.memory)}B" if r.memory else "",
@@ -151,23 +160,18 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
         ]
         for r in results
     ]
-    columns = ["s/round", "steps/s", "µs/step", "outside", "warm-up s", "memory", "plain s", "faster"]
-    table = _table(["case", "engine", *columns], rows)
+    columns = ["s/round", "steps/s", "outside", "warm-up", "memory", "plain s", "faster"]
+    table = _table(["case (engine)", *columns], rows)
+    table.columns[0].no_wrap = False
+    for column in table.columns[1:]:
+        column.no_wrap, column.justify = True, "right"
     table.caption = (
         f"{machine}. A step is one batch of one client; outside: the share of a round that is not training; "
-        "warm-up: by how much the first rounds took longer; plain: the eager loop doing the same steps; faster: how "
-        "many times."
+        "warm-up: by how many seconds the first rounds took longer; plain: the eager loop doing the same steps; "
+        "faster: how many times."
     )
     table.caption_justify = "left"
     return table
-
-
-def percent(share: float | None) -> str:
-    """
-    >>> percent(0.98765)
-    '98.77 %'
-    """
-    return "–" if share is None or share != share else f"{100 * share:.2f} %"
 
 
 def quantity(number: float) -> str:
@@ -181,14 +185,19 @@ def quantity(number: float) -> str:
     return f"{number:.0f} "
 
 
+def _needs(requires: Sequence[str]) -> str:
+    return ", ".join(_NEEDS[need] for need in requires) or "nothing"
+
+
 def _members(members: Sequence[str] | None) -> str:
     return f" ({', '.join(members)})" if members else ""
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without lines, so that cells can be copied; names, which come first, stay in one piece."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
     for row in rows:
         table.add_row(*row)
     return table

@@ -1,16 +1,16 @@
-"""Datasets from arrays in all layouts, and from torch datasets."""
+"""Datasets from arrays in all layouts, and arrays that are refused."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch.utils.data import TensorDataset
 
-from polyfed.data import from_arrays, from_torch_dataset
+import polyfed
+from polyfed.data import from_arrays
 from polyfed.data.arrays import channel_statistics
 from polyfed.errors import InputError
+from tests import support
 
 GENERATOR = np.random.default_rng(0)
 COLOUR = GENERATOR.integers(0, 256, (6, 3, 8, 9), dtype=np.uint8)
@@ -81,9 +81,18 @@ def test_labels_of_any_integer_type_and_as_a_column(kind: type) -> None:
 
 
 def test_classes_that_do_not_occur_must_be_announced() -> None:
-    with pytest.raises(InputError, match="number them 0 to 1, or say how many"):
+    with pytest.raises(InputError, match="number them 0 to 1, or, .* give class_names"):
         from_arrays(COLOUR[:2], np.array([3, 7]))
     assert from_arrays(COLOUR[:2], np.array([3, 7]), classes=10).classes == 10
+    named = from_arrays(COLOUR[:2], np.array([3, 7]), class_names=np.array(list("abcdefgh")))
+    assert named.classes == 8 and named.class_names[7] == "h"
+    with pytest.raises(InputError, match="3 classes but 2 class names"):
+        from_arrays(COLOUR, LABELS, classes=3, class_names=["a", "b"])
+
+
+def test_floats_and_truths_are_labels_if_they_are_whole() -> None:
+    assert from_arrays(COLOUR, LABELS.astype(float)).labels.tolist() == LABELS.tolist()
+    assert from_arrays(COLOUR, LABELS > 0).classes == 2
 
 
 @pytest.mark.parametrize(
@@ -92,13 +101,21 @@ def test_classes_that_do_not_occur_must_be_announced() -> None:
         (COLOUR, LABELS[:5], "6 samples but 5 labels"),
         (COLOUR, LABELS + 1, "from 1 to 3"),
         (COLOUR, LABELS - 1, "from -1 to 1"),
-        (COLOUR, LABELS.astype(float), "one integer per sample"),
-        (COLOUR, np.eye(6, dtype=int), "one integer per sample"),
-        (COLOUR, LABELS.astype(str), "labels of type"),
+        (COLOUR, LABELS + np.eye(6)[4] / 2, "label 1.5 at index 4, but polyfed classifies"),
+        (COLOUR, np.where(LABELS == 2, np.nan, LABELS), "label nan at index 2, but polyfed classifies"),
+        (COLOUR, np.where(LABELS == 2, np.inf, LABELS), "label inf at index 2, but polyfed classifies"),
+        (COLOUR, LABELS[:0].astype(str), "labels of type"),
+        (COLOUR, np.eye(6, dtype=int), r"shape \(6, 6\): give one whole number .* y.argmax\(1\)"),
+        (COLOUR, LABELS.astype(str), "texts, such as '0': number them"),
+        (COLOUR, LABELS.astype(str).astype(object), "texts, such as '0': number them"),
         (COLOUR.astype(np.int64), LABELS, "int64 data"),
         (COLOUR.reshape(6, -1), LABELS, "uint8 data"),
         (COLOUR[:0], LABELS[:0], "no samples"),
-        (np.full((6, 2), np.nan), LABELS, "finite"),
+        (np.where(np.eye(6) == 1, np.nan, 0.0)[:, 1:], LABELS, r"5 value\(s\) .* NaN\) at index \[1, 0\]"),
+        (np.full((6, 2), np.inf), LABELS, r"infinite\) at index \[0, 0\]"),
+        (COLOUR.astype(np.float32), LABELS, "look like pixels of 0 to 255: give them as uint8"),
+        (COLOUR.transpose(0, 2, 3, 1) * 0.9, LABELS, "look like pixels of 0 to 255"),
+        ([COLOUR[0], COLOUR[1, :, 1:]], LABELS[:2], "images of different shapes"),
         (np.array(["a"] * 6), LABELS, "images of type"),
     ],
 )
@@ -117,41 +134,21 @@ def test_test_arrays_must_be_complete_and_alike() -> None:
         from_arrays(COLOUR, LABELS, COLOUR / 255, LABELS)
 
 
-class Pictures:
-    """A torch dataset in the small: PIL pictures and labels."""
-
-    classes = ("cat", "dog", "owl", "fox")
-
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
-
-    def __len__(self) -> int:
-        return len(COLOUR)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(COLOUR[index].transpose(1, 2, 0)).convert(self.mode), int(LABELS[index])
-
-
-def test_pictures_become_uint8_and_class_names_are_counted() -> None:
-    dataset = from_torch_dataset(Pictures("RGB"), name="pets")
-    assert torch.equal(dataset.images, torch.from_numpy(COLOUR))
-    assert (dataset.name, dataset.classes, dataset.labels.tolist()) == ("pets", 4, LABELS.tolist())
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((32, 32, 3), r"channels last: give them first, x.transpose\(0, 3, 1, 2\)"),
+        ((28, 28), r"without a channel: give them one, x\[:, None\]"),
+        ((1, 8, 8), "at least 16x16 pixels, .* enlarge them"),
+    ],
+)
+def test_float_images_in_another_layout_get_the_right_advice(shape: tuple[int, ...], words: str) -> None:
+    data = from_arrays(GENERATOR.random((30, *shape)), np.arange(30) % 3)
+    with pytest.raises(InputError, match=words):
+        polyfed.run("standalone", data=data, models="cnn5", clients=2)
 
 
-@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGBA", 3), ("P", 3)])
-def test_pictures_of_other_modes(mode: str, channels: int) -> None:
-    assert from_torch_dataset(Pictures(mode)).input_shape == (channels, 8, 9)
-
-
-def test_float_tensors_stay_floats_and_a_test_set_is_kept() -> None:
-    values, labels = torch.randn(6, 2, 5), torch.from_numpy(LABELS)
-    dataset = from_torch_dataset(TensorDataset(values, labels), TensorDataset(values[:2], labels[:2]))
-    assert torch.equal(dataset.images, torch.cat([values, values[:2]])) and dataset.official_test == 2
-
-
-def test_torch_datasets_without_samples_or_of_mixed_shapes_are_refused() -> None:
-    with pytest.raises(InputError, match="no samples"):
-        from_torch_dataset(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
-    mixed = [(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 5, 5), 1)]
-    with pytest.raises(InputError, match="resize them first"):
-        from_torch_dataset(mixed, name="mixed")
+def test_a_network_that_wants_channels_last_gets_them() -> None:
+    data = from_arrays(GENERATOR.random((30, 8, 8, 3)), np.arange(30) % 3)
+    result = polyfed.run("standalone", data=data, models=support.Wide, clients=2, rounds=1, device="cpu")
+    assert result.population.dataset.input_shape == (8, 8, 3)

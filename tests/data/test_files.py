@@ -35,23 +35,37 @@ def test_npz_with_x_and_y_only(tmp_path: Path) -> None:
 
 def test_class_names_in_an_archive_are_counted(tmp_path: Path) -> None:
     np.savez(tmp_path / "part.npz", x=PIXELS, y=np.full(6, 4), class_names=np.array(list("abcdefg")))
-    assert load_dataset(f"npz:{tmp_path / 'part.npz'}").classes == 7
+    dataset = load_dataset(f"npz:{tmp_path / 'part.npz'}")
+    assert (dataset.classes, dataset.class_names) == (7, tuple("abcdefg"))
+    save_npz(dataset, tmp_path / "again.npz")
+    assert load_dataset(f"npz:{tmp_path / 'again.npz'}").class_names == tuple("abcdefg")
+
+
+@pytest.mark.parametrize(("key", "length"), [("client", 3), ("x_val", 2), ("weights", 6)])
+def test_arrays_about_samples_that_would_be_ignored_are_refused(tmp_path: Path, key: str, length: int) -> None:
+    own = {"x": PIXELS, "y": np.arange(6) % 3}
+    np.savez(tmp_path / "more.npz", **own, **{key: np.zeros(length)})
+    with pytest.raises(InputError, match=f"also holds an array '{key}', which polyfed does not use"):
+        load_dataset(f"npz:{tmp_path / 'more.npz'}")
+    np.savez(tmp_path / "more.npz", **own, about="three kinds of noise", licence=np.array(["a", "b"]))
+    assert len(load_dataset(f"npz:{tmp_path / 'more.npz'}")) == 6
 
 
 def test_unreadable_archives_are_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "bad.npz"
     with pytest.raises(InputError, match="there is no file"):
         load_dataset(f"npz:{path}")
-    path.write_bytes(b"not an archive")
-    with pytest.raises(InputError, match="cannot be read as an npz archive"):
-        load_dataset(f"npz:{path}")
+    for content in (b"not an archive", b""):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="bad.npz is no npz archive, whatever its name says: save it with"):
+            load_dataset(f"npz:{path}")
     np.savez(path, x_train=PIXELS)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(InputError, match="cannot be read as an npz archive"):
         load_dataset(f"npz:{path}")
     with (tmp_path / "one.npy").open("wb") as file:
         np.save(file, PIXELS)
-    with pytest.raises(InputError, match="cannot be read as an npz archive"):
+    with pytest.raises(InputError, match="holds a single array: save it with numpy.savez"):
         load_dataset(f"npz:{tmp_path / 'one.npy'}")
     np.savez(path, x_train=PIXELS)
     with pytest.raises(InputError, match="lacks y_train"):
@@ -92,8 +106,8 @@ def test_class_folders_are_read_in_sorted_order_and_resized(tmp_path: Path) -> N
         folder.mkdir(parents=True)
         Image.new("RGB", (8, 6), (shade, shade, shade)).save(folder / f"{label}_0.JPEG")
         Image.new("L", (4, 3), shade).save(folder / f"{label}_1.JPEG")
-    images, labels, classes = read_class_folders(tmp_path, (3, 4), "small")
-    assert images.shape == (4, 3, 3, 4) and labels.tolist() == [0, 0, 1, 1] and classes == 2
+    images, labels = read_class_folders(tmp_path, (3, 4), "small")
+    assert images.shape == (4, 3, 3, 4) and labels.tolist() == [0, 0, 1, 1]
     assert abs(int(images[0, 0, 0, 0]) - 100) <= 2 and abs(int(images[3, 2, 2, 3]) - 200) <= 2
 
 

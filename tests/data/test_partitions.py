@@ -18,7 +18,8 @@ from polyfed.errors import InputError
 def labelled(labels: list[int] | torch.Tensor, classes: int, official_test: int = 0) -> Dataset:
     """A dataset of which only the labels matter."""
     labels = torch.as_tensor(labels, dtype=torch.int64)
-    return Dataset("labels", torch.zeros(len(labels), 1), labels, classes, official_test=official_test)
+    images = torch.zeros(len(labels), 1)
+    return Dataset("labels", images, labels, classes, official_test=official_test, pools_test=True)
 
 
 def even(samples: int, classes: int, official_test: int = 0) -> Dataset:

@@ -97,7 +97,10 @@ def train_both(clients: Population) -> tuple[list[Reply], list[Reply]]:
 
 def shortened(clients: Population, kept: Sequence[int]) -> Population:
     """The clients with so many training samples each."""
-    data = [replace(own, train=own.train[:count]) for own, count in zip(clients.data, kept, strict=True)]
+    data = {
+        client: replace(own, train=own.train[:count])
+        for (client, own), count in zip(clients.data.items(), kept, strict=True)
+    }
     return replace(clients, data=data)
 
 

@@ -102,7 +102,7 @@ def test_a_run_repeats_on_every_engine(tmp_path: Path, network: type[nn.Module])
     first, *others = (
         finished(tmp_path / str(number), engine, models=(network,)) for number, engine in enumerate(engines)
     )
-    assert first.population.draws == {network.__name__}
+    assert first.engine.population.draws == {network.__name__}
     assert notes(first) == []
     words = f"clients with {network.__name__} train one after another: it draws from a global generator"
     for run in others:

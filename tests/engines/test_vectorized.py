@@ -238,7 +238,7 @@ def test_a_finished_client_does_not_move(tmp_path: Path) -> None:
     """One client has a single batch, another has many: the first stays bitwise where its last batch left it."""
     clients = support.population("standalone", models=(support.Wide,), partition="dirichlet", alpha=0.3)
     engine = VectorizedEngine(clients)
-    lengths = [len(data.train) for data in clients.data]
+    lengths = [len(data.train) for data in clients.data.values()]
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     assert lengths[shortest] < max(lengths)
     together = VectorizedEngine(clients)
@@ -252,7 +252,10 @@ def test_a_finished_client_does_not_move(tmp_path: Path) -> None:
 def test_finished_clients_take_no_part_in_further_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clients = support.population("fd", models=(support.Wide,), clients=5, batch_size=2, epochs=2)
     kept = (3, 12, 1, 4, 2)
-    shorter = [replace(own, train=own.train[:count]) for own, count in zip(clients.data, kept, strict=True)]
+    shorter = {
+        client: replace(own, train=own.train[:count])
+        for (client, own), count in zip(clients.data.items(), kept, strict=True)
+    }
     clients = replace(clients, data=shorter)
     original, sizes = PhaseStep.__call__, []
 

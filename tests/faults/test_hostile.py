@@ -25,7 +25,12 @@ class Hostile(SequentialEngine):
     when: Collection[int] = range(1, 100)
 
     def train(
-        self, round: int, downloads: Mapping[int, Message], done: Callable[[int], None] = lambda client: None
+        self,
+        round: int,
+        downloads: Mapping[int, Message],
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        score: bool = False,
     ) -> list[Reply]:
         replies = super().train(round, downloads, done)
         if round in self.when:

@@ -1,0 +1,114 @@
+"""What a client says of images: classes, their names, and how probable each class is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.data import Dataset, as_sample
+from polyfed.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """One row per image, by the method's own rule of prediction."""
+
+    classes: Tensor
+    """`int64` [images]: the most probable class of each."""
+    names: list[str]
+    """The same by name; classes without names are called by their numbers."""
+    probabilities: Tensor
+    """`float32` [images, classes]: the softmax of the rule's scores; 0 for a class of which the rule knows nothing."""
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{name} ({100 * float(row.max()):.0f} %)"
+            for name, row in zip(self.names[:5], self.probabilities, strict=False)
+        ]
+        return f"Prediction({', '.join(shown)}{', …' if len(self) > 5 else ''})"
+
+
+def prediction(scores: Tensor, dataset: Dataset) -> Prediction:
+    """Classes, names and probabilities from scores [images, classes]; −inf marks a class that is unknown."""
+    classes = scores.argmax(1)
+    names = [dataset.class_names[label] if dataset.class_names else str(label) for label in classes.tolist()]
+    return Prediction(classes, names, scores.softmax(1))
+
+
+def as_input(x: Any, dataset: Dataset) -> Tensor:
+    """Images as a network sees them: one or many, raw (`uint8`, pictures) or floats as the dataset's batches are."""
+    tensor = _tensor(x)
+    shape = dataset.input_shape
+    if tensor.dtype == torch.uint8 and dataset.images.dtype != torch.uint8:
+        raise InputError(
+            f"the run trained on float data ('{dataset.name}'), which are used as they are: give floats that were "
+            f"prepared in the same way, not uint8."
+        )
+    if tensor.dtype == torch.uint8:
+        batch = _arranged(tensor, shape)
+        return dataset.normalise(batch)
+    if not tensor.is_floating_point():
+        raise InputError(f"images of type {tensor.dtype} can't be predicted: give uint8 pixels or floats.")
+    tensor = tensor.to(torch.float32)
+    batch = tensor[None] if tuple(tensor.shape) == shape else tensor
+    if tuple(batch.shape[1:]) != shape:
+        raise _wrong_shape(tensor, shape)
+    if dataset.images.dtype == torch.uint8 and len(batch):
+        _check_normalised(batch, dataset)
+    return batch
+
+
+def _tensor(x: Any) -> Tensor:
+    if isinstance(x, list | tuple) and len(x):
+        samples = [as_sample(each) for each in x]
+        if len({sample.shape for sample in samples}) > 1:
+            raise InputError("images of different shapes can't be predicted together: resize them first.")
+        return torch.stack(samples)
+    try:
+        return as_sample(x).detach().cpu()
+    except TypeError:
+        raise InputError(
+            f"a value of type {type(x).__name__} can't be predicted: give images as an array, a tensor or pictures."
+        ) from None
+
+
+def _arranged(pixels: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`uint8` images as [images, channels, height, width], from any of the usual layouts, one image or many."""
+    channels, height, width = shape
+    last, grey = (height, width, channels), (height, width)
+    given = tuple(pixels.shape)
+    if given in (shape, last) or (channels == 1 and given == grey):
+        pixels, given = pixels[None], (1, *given)
+    if given[1:] == shape:
+        return pixels
+    if given[1:] == last:
+        return pixels.permute(0, 3, 1, 2)
+    if channels == 1 and given[1:] == grey:
+        return pixels[:, None]
+    raise _wrong_shape(pixels, shape)
+
+
+def _check_normalised(batch: Tensor, dataset: Dataset) -> None:
+    """Floats for a network that was trained on pixels lie where normalised pixels do."""
+    low = min(-mean / std for mean, std in zip(dataset.mean, dataset.std, strict=True))
+    high = max((1 - mean) / std for mean, std in zip(dataset.mean, dataset.std, strict=True))
+    least, most = float(batch.min()), float(batch.max())
+    if not (low - 1e-3 <= least and most <= high + 1e-3):
+        raise InputError(
+            f"float images must be normalised like '{dataset.name}', from {low:.4g} to {high:.4g}, but these go from "
+            f"{least:.4g} to {most:.4g}: give raw pixels as uint8, or normalise them by "
+            f"result.population.dataset.normalise."
+        )
+
+
+def _wrong_shape(tensor: Tensor, shape: tuple[int, ...]) -> InputError:
+    return InputError(
+        f"images of shape {tuple(tensor.shape)} can't be predicted: the run's have the shape {shape}, so give one of "
+        f"these, or many as (images, {', '.join(map(str, shape))})."
+    )

@@ -1,0 +1,98 @@
+"""Who sees how a run goes on: terminals, notebooks, pipes; and nothing that a user wrote is interpreted."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import polyfed
+from polyfed.config import experiment
+from polyfed.data.reading import read_many
+from polyfed.report import progress
+from polyfed.report.progress import BarProgress, LineProgress, NotebookProgress, watched
+from tests import support
+
+SETTINGS: dict[str, Any] = {"models": support.Wide, "clients": 2, "rounds": 2, "device": "cpu"}
+ROW = {"accuracy_mean": 0.5, "loss_mean": 1.25, "seconds": 1.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_run_in_a_pipe_says_nothing_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    polyfed.run("standalone", data=support.tiny_dataset(), **SETTINGS)
+    assert capsys.readouterr() == ("", "")
+    polyfed.run("standalone", data=support.tiny_dataset(), **SETTINGS, progress=True)
+    output, error = capsys.readouterr()
+    assert output == "" and "round 2/2  accuracy" in error
+
+
+def test_a_run_on_a_terminal_shows_a_bar_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for wish, shown in ((None, True), (False, False)):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        polyfed.run("standalone", data=support.tiny_dataset(), **SETTINGS, progress=wish)
+        assert ("2/2" in terminal.getvalue()) == shown
+
+
+def test_a_watcher_is_told_instead_of_a_bar() -> None:
+    mine = polyfed.Watcher()
+    with watched(mine, None) as told:
+        assert told is mine
+    with pytest.raises(polyfed.InputError, match="watcher and progress=True: give one"), watched(mine, True):
+        pass
+
+
+def test_a_notebook_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, str]] = []
+
+    class Handle:
+        def update(self, content: dict[str, str], raw: bool) -> None:
+            shown.append(("updated", content["text/plain"]))
+
+    def display(content: dict[str, str], raw: bool, display_id: bool = False) -> Handle:
+        shown.append(("new", content["text/plain"]))
+        return Handle()
+
+    kernel = type("ZMQInteractiveShell", (), {})()
+    modules = {"IPython": types.ModuleType("IPython"), "IPython.display": types.ModuleType("IPython.display")}
+    modules["IPython"].get_ipython = lambda: kernel  # type: ignore[attr-defined]
+    modules["IPython.display"].display = display  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with watched(None, None) as told:
+        assert isinstance(told, NotebookProgress)
+        told.on_start(experiment(method="standalone", rounds=2), 1)
+        told.on_round(1, ROW)
+        told.on_note("remarkable")
+        told.on_round(2, ROW)
+    assert [kind for kind, _ in shown] == ["new", "new", "updated"]
+    assert shown[1][1] == "note: remarkable" and shown[2][1].startswith("round 2/2  accuracy 50.00 %")
+
+
+@pytest.mark.parametrize("kind", [LineProgress, BarProgress])
+def test_reading_shows_a_sign_of_life_and_notes_stay_as_they_are(kind: type[LineProgress | BarProgress]) -> None:
+    text = io.StringIO()
+    console = Console(file=text, markup=False, emoji=False, highlight=False, width=100)
+    watcher = kind(console)
+    with watcher.showing():
+        read_many(str, list(range(10)), "flowers[red]102")
+        watcher.on_start(experiment(method="standalone", rounds=2), 1)
+        watcher.on_note("client [red]:b: x[/b]")
+        watcher.on_round(1, ROW)
+    assert "note: client [red]:b: x[/b]" in text.getvalue()
+    if kind is LineProgress:
+        assert "reading flowers[red]102: 0 of 10 pictures" in text.getvalue()
+
+
+def test_consoles_print_what_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    progress.plain_console().print("runs/[red]a :b: x[/b] 'text' 12")
+    assert capsys.readouterr().out == "runs/[red]a :b: x[/b] 'text' 12\n"
