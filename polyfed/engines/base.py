@@ -184,6 +184,10 @@ class LocalEngine(Engine):
                 f"in {when}, client {client} ({name}) fails in your own code with: {first_line(error)}{place}."
             ) from error
 
+    def first_state(self, client: int) -> State:
+        """A copy of the weights with which the client begins."""
+        return {name: tensor.clone() for name, tensor in self._first_state(client).items()}
+
     def _first_state(self, client: int) -> State:
         if self.population.own_start:
             return state_of(self.population.new_network(client))

@@ -1,0 +1,213 @@
+"""One client of a federation beside its own data: it trains when asked, and keeps its state and its answers itself.
+
+A site knows no transport: `answer` takes a packet and gives one. What it has after each of the last two rounds is on
+disk before an answer leaves. So it can be asked the same again (the server was killed before it kept the answer) and
+gives the same, and after a crash of its own it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load
+
+from polyfed.engines import Population, SequentialEngine
+from polyfed.errors import DivergedError, InputError
+from polyfed.evaluation import Evaluation
+from polyfed.message import Message, State, state_bytes
+from polyfed.methods.base import Reply
+from polyfed.records import disk
+from polyfed.records.claim import locked
+from polyfed.records.states import Damaged, StoredFile, write_file
+from polyfed.remote.agreement import Agreement
+from polyfed.remote.transport import Kind, Packet
+
+KEPT_ROUNDS = 2
+
+
+class Site:
+    """A member of a federation. `population` holds this one client, with its own data and network."""
+
+    def __init__(self, name: str, agreement: Agreement, population: Population, folder: Path) -> None:
+        self.name = name
+        self.agreement = agreement
+        self.client = agreement.number(name)
+        if population.clients != [self.client]:
+            raise InputError(f"'{name}' is client {self.client}, but has the data of clients {population.clients}.")
+        self.population = population
+        self.notes: list[str] = []
+        """Remarks on the training, which stay here."""
+        self._engine = SequentialEngine(population)
+        self._lock = threading.Lock()
+        disk.make_folder(folder)
+        self._diary = Diary(folder, agreement.run, name)
+        self._at: int | None = None
+        """The round after which the engine's state is; None: to be read again before the next training."""
+
+    def answer(self, kind: Kind, packet: Packet) -> Packet:
+        """What the site answers; what it can't do is a `failure` in words, never an exception."""
+        with self._lock:
+            try:
+                if packet.facts.get("run") != self.agreement.run:
+                    raise InputError(f"site '{self.name}' takes part in run {self.agreement.run}, not in another.")
+                return {"join": self._join, "train": self._train, "evaluate": self._evaluate}[kind](packet)
+            except (DivergedError, InputError) as error:
+                self._at = None
+                return Packet({"failure": str(error)})
+            except Exception as error:  # may hold paths and names of this site, which are nobody else's business
+                self._at = None
+                self.notes.append(str(error))
+                return Packet({"failure": f"site '{self.name}' failed; its own notes say why"})
+
+    def close(self) -> None:
+        """Release the engine's files."""
+        self._engine.close()
+
+    def export(self, path: Path) -> None:
+        """Write the client's own state, with its private model, into a file."""
+        with self._lock:
+            self._go_to(self._diary.newest)
+            disk.write(path, state_bytes(self._engine.get_state(self.client)))
+
+    def _join(self, packet: Packet) -> Packet:
+        profile = self.population.profile(self.client).told_for(self.population.method)
+        return Packet({"profile": {**profile.to_dict(), "name": self.name}})
+
+    def _train(self, packet: Packet) -> Packet:
+        round, score = int(packet.facts["round"]), bool(packet.facts.get("score"))
+        kept = self._diary.find(round)
+        if kept is None:
+            kept = self._new_answer(round, packet.message or Message(), score=score)
+        return Packet(kept.facts, kept.message(self._diary.folder))
+
+    def _new_answer(self, round: int, download: Message, *, score: bool) -> Entry:
+        self._go_to(self._diary.before(round))
+        self._at = None  # should the training fail
+        (reply,) = self._engine.train(round, {self.client: download})
+        scores = self._engine.evaluate([self.client], round) if score else {}
+        entry = self._diary.add(round, self._engine.get_state(self.client), reply, scores.get(self.client))
+        self.notes += reply.notes
+        self._at = round
+        return entry
+
+    def _evaluate(self, packet: Packet) -> Packet:
+        self._go_to(self._diary.newest)
+        received = {} if packet.message is None else {self.client: packet.message}
+        scores = self._engine.evaluate([self.client], int(packet.facts["round"]), received)
+        return Packet({"evaluation": asdict(scores[self.client])})
+
+    def _go_to(self, entry: Entry | None) -> None:
+        """Have the state after that round, or the first weights."""
+        wanted = entry.round if entry else 0
+        if self._at != wanted:
+            if entry is not None:
+                self._engine.set_state(self.client, load(entry.state.read(self._diary.folder)))
+            elif self._at is not None or self._engine.store.has(self.client):
+                self._engine.set_state(self.client, self._engine.first_state(self.client))
+            self._at = wanted
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a site keeps of a round: its state after it, and what it answered."""
+
+    round: int
+    state: StoredFile
+    facts: Mapping[str, Any]
+    reply: StoredFile | None
+
+    def message(self, folder: Path) -> Message | None:
+        """The message that it answered."""
+        return None if self.reply is None else Message.from_bytes(self.reply.read(folder))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Entry:
+        reply = values["reply"]
+        stored = None if reply is None else StoredFile.from_dict(reply)
+        return Entry(int(values["round"]), StoredFile.from_dict(values["state"]), values["facts"], stored)
+
+
+class Diary:
+    """The last rounds of a site, on disk: a list that is replaced when all it names has been synced."""
+
+    def __init__(self, folder: Path, run: str, name: str) -> None:
+        self.folder = folder
+        self._run = run
+        self._name = name
+        self._entries: list[Entry] = []
+        self._dropped = False
+        """Whether there were earlier rounds than those that are kept."""
+        content = disk.read(folder / "site.json")
+        if content is not None:
+            self._read(content)
+
+    def _read(self, content: bytes) -> None:
+        try:
+            values = json.loads(content)
+            if values["run"] != self._run:
+                raise InputError(
+                    f"'{self.folder}' holds the state of another run ({values['run']}): give this one its own folder."
+                )
+            self._entries = [Entry.from_dict(entry) for entry in values["rounds"]]
+            self._dropped = bool(values["dropped"])
+            for entry in self._entries:
+                entry.state.read(self.folder)
+        except (ValueError, KeyError, TypeError, Damaged) as error:
+            raise InputError(f"the state of site '{self._name}' in '{self.folder}' is damaged: {error}.") from error
+
+    @property
+    def newest(self) -> Entry | None:
+        """The last round, or None before the first."""
+        return self._entries[-1] if self._entries else None
+
+    def find(self, round: int) -> Entry | None:
+        """That round, if it is kept."""
+        return next((entry for entry in self._entries if entry.round == round), None)
+
+    def before(self, round: int) -> Entry | None:
+        """The round after which that round is to be trained; None if with the first weights."""
+        earlier = [entry for entry in self._entries if entry.round < round]
+        if not earlier and self._dropped:
+            kept = " and ".join(str(entry.round) for entry in self._entries)
+            raise InputError(
+                f"site '{self._name}' keeps what it had after rounds {kept} and can't go back to round {round}: "
+                "restore a newer checkpoint of the server, or start a new run."
+            )
+        return earlier[-1] if earlier else None
+
+    def add(self, round: int, state: State, reply: Reply, evaluation: Evaluation | None) -> Entry:
+        """Keep a round, and no more than the last ones before it; later ones are of a past that is gone."""
+        facts: dict[str, Any] = {"loss": None if math.isnan(reply.loss) else reply.loss, "flops": reply.flops}
+        if evaluation is not None:
+            facts["evaluation"] = asdict(evaluation)
+        sent = bool(reply.message.tensors or reply.message.metadata)
+        with locked(self.folder):
+            entry = Entry(
+                round,
+                write_file(self.folder, f"state.{round}.{self._run}.safetensors", state_bytes(state)),
+                facts,
+                write_file(self.folder, f"reply.{round}.{self._run}.safetensors", reply.message.to_bytes())
+                if sent
+                else None,
+            )
+            disk.sync_folder(self.folder)
+            entries = [*(old for old in self._entries if old.round < round), entry]
+            dropped = self._dropped or len(entries) > KEPT_ROUNDS
+            kept = entries[-KEPT_ROUNDS:]
+            content = {"run": self._run, "dropped": dropped, "rounds": [one.to_dict() for one in kept]}
+            disk.write(self.folder / "site.json", json.dumps(content))
+            listed = {file.file for one in kept for file in (one.state, one.reply) if file is not None}
+            for path in self.folder.glob(f"*.{self._run}.safetensors"):
+                if path.name not in listed:
+                    disk.remove(path)
+        self._entries, self._dropped = kept, dropped
+        return entry

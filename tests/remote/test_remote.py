@@ -1,0 +1,360 @@
+"""Sites apart from the server: a simulation's numbers bit by bit, and nothing on the wire that is not agreed on."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import polyfed
+from polyfed.assemble import assemble
+from polyfed.config import Experiment, experiment
+from polyfed.engines import Population, SequentialEngine, ThreadsEngine, VectorizedEngine
+from polyfed.errors import BadMessage, InputError, RunError
+from polyfed.federation import Federation
+from polyfed.message import Message
+from polyfed.profile import Profile
+from polyfed.records import RunFolder
+from polyfed.remote import Agreement, InMemoryTransport, Packet, RemoteEngine, Site
+from polyfed.remote.transport import Kind
+from tests import support
+
+NAMES = ("amber", "birch", "cedar", "dune")
+SETTINGS: dict[str, Any] = {"split": "6:2:2", "participation": 0.5, "rounds": 3}
+
+
+def setting(method: str, **settings: Any) -> tuple[Experiment, Population]:
+    models = [support.Wide] if "network" in polyfed.METHODS[method].requires else [support.Wide, support.Narrow]
+    values = {**support.DEFAULTS, **SETTINGS, **settings, "method": method}
+    config = experiment(**values, data="python:tiny", models="python:tiny")
+    return config, assemble(config, support.tiny_dataset(), models)
+
+
+def agreement(people: Population, run: str = "run-1", **settings: Any) -> Agreement:
+    members = {name: client for client, name in enumerate(NAMES)}
+    dataset = people.dataset
+    return Agreement(run, {}, dataset.classes, dataset.input_shape, members, dataset.mean, dataset.std, **settings)
+
+
+def new_sites(people: Population, folder: Path, terms: Agreement) -> dict[str, Site]:
+    """Each with only its own data."""
+    return {name: Site(name, terms, people.slice([number]), folder / name) for name, number in terms.members.items()}
+
+
+def remote(
+    folder: Path, config: Experiment, people: Population, *, record: bool = False
+) -> tuple[Federation, InMemoryTransport]:
+    terms = agreement(people)
+    sites = new_sites(people, folder / "sites", terms)
+    transport = InMemoryTransport({name: site.answer for name, site in sites.items()}, record=record)
+    run = RunFolder.create(folder / "run", config)
+    return Federation(config, people.method, RemoteEngine(terms, transport), run), transport
+
+
+def rows(run: Path) -> dict[str, pd.DataFrame]:
+    rounds = pd.read_csv(run / "rounds.csv", dtype=str).drop(columns="seconds")
+    accuracies = ["client", "accuracy_final", "accuracy_at_best_validation", "accuracy_best"]
+    return {
+        "rounds": rounds,
+        "evaluations": pd.read_csv(run / "evaluations.csv", dtype=str),
+        "clients": pd.read_csv(run / "clients.csv", dtype=str)[accuracies],
+    }
+
+
+def same_rows(one: Path, other: Path) -> None:
+    for (name, mine), theirs in zip(rows(one).items(), rows(other).values(), strict=True):
+        pd.testing.assert_frame_equal(mine, theirs, obj=name)
+
+
+@pytest.mark.parametrize("method", polyfed.METHODS)
+def test_sites_give_the_numbers_of_a_simulation(tmp_path: Path, method: str) -> None:
+    """Every row and every client's final state are the sequential engine's, bit by bit."""
+    config, people = setting(method)
+    simulated = Federation(config, people.method, SequentialEngine(people), RunFolder.create(tmp_path / "one", config))
+    simulated.run()
+    config, people = setting(method)  # a method may keep things
+    apart, transport = remote(tmp_path, config, people)
+    apart.run()
+    same_rows(tmp_path / "one", tmp_path / "run")
+    for number, name in enumerate(NAMES):
+        site: Any = transport.sites[name]
+        site.__self__.export(tmp_path / f"{name}.safetensors")
+        own, expected = load_file(tmp_path / f"{name}.safetensors"), simulated.engine.states.get_state(number)  # type: ignore[union-attr]
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[key], expected[key]) for key in own), name
+    assert not list((tmp_path / "run" / "models").glob("client*"))  # private models stay with the sites
+
+
+@pytest.mark.parametrize("method", polyfed.METHODS)
+def test_only_what_is_agreed_on_goes_over_the_wire(tmp_path: Path, method: str) -> None:
+    """Entries of the schema, the profile that the method needs, and a few numbers; no names, paths or class counts."""
+    config, people = setting(method)
+    apart, transport = remote(tmp_path, config, people, record=True)
+    apart.run()
+    assert transport.record
+    schema = people.method.agreed_schema
+    needed = people.method.requires
+    profile_keys = {"name", *needed, *(["frozen"] if "head" in needed else [])}
+    profile_keys |= {"classes"} if people.method.announces_classes else set()
+    for place, (kind, name, facts, message) in enumerate(transport.record):
+        known, is_answer = json.loads(facts), place % 2 == 1
+        if not is_answer:
+            assert known.keys() <= {"run", "round", "score"}
+        elif kind == "join":
+            assert known.keys() == {"profile"}
+            assert known["profile"].keys() <= profile_keys
+        elif kind == "train":
+            assert known.keys() <= {"loss", "flops", "evaluation"}
+        else:
+            assert known.keys() == {"evaluation"}
+        if is_answer and message:
+            sent = Message.from_bytes(message)
+            assert sent.tensors.keys() <= schema.tensors.keys() and sent.metadata.keys() <= schema.metadata.keys()
+        for secret in (b"Wide", b"Narrow", str(tmp_path).encode(), b"tiny"):
+            allowed = secret in (b"Wide", b"Narrow") and "network" in needed and kind == "join"
+            assert allowed or secret not in facts + message, (kind, name, secret)
+
+
+class Unreachable:
+    """A site that fails in one round, by not answering or by raising."""
+
+    def __init__(self, site: Site, transport: InMemoryTransport, round: int) -> None:
+        self.site, self.transport, self.round = site, transport, round
+
+    def __call__(self, kind: Kind, packet: Packet) -> Packet:
+        if kind == "train" and packet.facts["round"] == self.round:
+            return Packet({"failure": "its power went out"})
+        return self.site.answer(kind, packet)
+
+
+def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
+    config, people = setting("fedproto", participation=1.0)
+    apart, transport = remote(tmp_path, config, people)
+    site: Any = transport.sites["birch"]
+    transport.sites["birch"] = Unreachable(site.__self__, transport, 2)
+    apart.run()
+    assert apart.folder.rounds().replies.tolist() == [4, 3, 4]
+    notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
+    assert notes == ["round 2 goes on without client 1: its power went out"]
+
+
+def test_a_site_that_is_away_is_not_asked_and_keeps_its_score(tmp_path: Path) -> None:
+    config, people = setting("fedproto", participation=1.0)
+    apart, transport = remote(tmp_path, config, people)
+    apart.round(1)
+    before = apart.progress.latest[2]
+    away = transport.sites.pop("cedar")
+    apart.round(2)
+    assert apart.progress.latest[2] == before
+    transport.sites["cedar"] = away
+    apart.round(3)
+    apart._finish()
+    rounds = apart.folder.rounds()
+    assert rounds.participants.tolist() == [4, 3, 4]
+    assert len(apart.folder.clients()) == 4
+
+
+def test_participants_are_drawn_among_those_who_are_there(tmp_path: Path) -> None:
+    config, people = setting("standalone", participation=0.5)
+    apart, transport = remote(tmp_path, config, people)
+    full = apart.participants(1)
+    assert len(full) == 2
+    transport.sites.pop(NAMES[full[0]])
+    assert len(apart.participants(1)) == 1
+    assert full[0] not in [client for round in range(1, 20) for client in apart.participants(round)]
+
+
+def test_a_site_that_never_joins_is_named(tmp_path: Path) -> None:
+    config, people = setting("fedproto")
+    terms = agreement(people)
+    sites = new_sites(people, tmp_path / "sites", terms)
+    transport = InMemoryTransport({name: site.answer for name, site in sites.items() if name != "dune"})
+    with pytest.raises(RunError, match="dune did not join"):
+        Federation(config, people.method, RemoteEngine(terms, transport), RunFolder.create(tmp_path / "run", config))
+
+
+def ask(site: Site, kind: Kind, **facts: Any) -> Packet:
+    return site.answer(kind, Packet({"run": "run-1", **facts}))
+
+
+def test_a_site_asked_again_repeats_its_answer_without_training(tmp_path: Path) -> None:
+    _, people = setting("fedavg")
+    site = new_sites(people, tmp_path, agreement(people))["amber"]
+    first = people.method
+    server = support.new_server(first)
+    packet = Packet({"run": "run-1", "round": 1, "score": True}, first.download(server, 0, None))
+    one = site.answer("train", packet)
+    site._engine.train = None  # type: ignore[assignment, method-assign]  # it must not be called
+    again = site.answer("train", packet)
+    assert again.facts == one.facts and "evaluation" in one.facts
+    assert one.message is not None and again.message is not None
+    assert one.message.to_bytes() == again.message.to_bytes()
+
+
+def test_a_lost_site_comes_back_with_its_state(tmp_path: Path) -> None:
+    """One site is started anew before every question; it answers as one that runs on."""
+    answers: dict[str, list[Any]] = {"steady": [], "lost": []}
+    for name, said in answers.items():
+        _, people = setting("standalone")
+        terms = agreement(people)
+        site = Site("amber", terms, people.slice([0]), tmp_path / name)
+        for round in (1, 2, 4):
+            if name == "lost":
+                site.close()
+                site = Site("amber", terms, people.slice([0]), tmp_path / name)
+            said.append(ask(site, "train", round=round).facts)
+            said.append(ask(site, "evaluate", round=round).facts)
+    assert answers["steady"] == answers["lost"]
+
+
+def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> None:
+    """Rounds 1, 2, 3 were trained; asked for 3 or 2 again the site repeats its answer, for 1 it refuses in a sentence."""
+    _, people = setting("standalone")
+    site = new_sites(people, tmp_path, agreement(people))["amber"]
+    said = {round: ask(site, "train", round=round).facts for round in (1, 2, 3)}
+    assert ask(site, "train", round=3).facts == said[3]
+    assert ask(site, "train", round=2).facts == said[2]
+    refused = ask(site, "train", round=1).facts["failure"]
+    assert refused.startswith("site 'amber' keeps what it had after rounds 2 and 3 and can't go back to round 1")
+    assert ask(site, "train", round=4).facts.keys() == {"loss", "flops"}
+
+
+def test_a_round_in_between_is_trained_from_the_state_before_it(tmp_path: Path) -> None:
+    """The server went back after round 3 and now chooses the site in round 2, in which it did not take part before."""
+    _, people = setting("standalone")
+    terms = agreement(people)
+    one, other = (Site("amber", terms, people.slice([0]), tmp_path / name) for name in ("one", "other"))
+    ask(one, "train", round=1)
+    ask(one, "train", round=3)
+    ask(other, "train", round=1)
+    assert ask(one, "train", round=2).facts == ask(other, "train", round=2).facts
+    assert ask(one, "train", round=3).facts == ask(other, "train", round=3).facts
+
+
+def test_divergence_is_a_failed_reply_and_the_state_before_it_is_kept(tmp_path: Path) -> None:
+    config, people = setting("standalone", lr=1e25, participation=1.0)
+    apart, transport = remote(tmp_path, config, people)
+    with pytest.raises(RunError, match="round 1 has 0 sound replies"):
+        apart.run()
+    notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
+    assert len(notes) == 4 and all("no longer finite in round 1" in note or "has grown" in note for note in notes)
+    site: Any = transport.sites["amber"]
+    assert site.__self__._diary.newest is None
+
+
+def test_an_error_in_a_sites_own_code_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, people = setting("standalone")
+    site = new_sites(people, tmp_path, agreement(people))["amber"]
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise ValueError("secret of /home/amber")
+
+    monkeypatch.setattr(site._engine, "train", broken)
+    answer = ask(site, "train", round=1)
+    assert answer.facts == {"failure": "site 'amber' failed; its own notes say why"}
+    assert site.notes == ["secret of /home/amber"]
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    _, people = setting("standalone")
+    site = new_sites(people, tmp_path, agreement(people))["amber"]
+    answer = site.answer("train", Packet({"run": "run-2", "round": 1}))
+    assert "takes part in run run-1, not in another" in answer.facts["failure"]
+    ask(site, "train", round=1)
+    with pytest.raises(InputError, match="holds the state of another run"):
+        Site("amber", agreement(people, "run-2"), people.slice([0]), tmp_path / "amber")
+
+
+def test_a_site_has_only_its_own_data(tmp_path: Path) -> None:
+    _, people = setting("standalone")
+    own = people.slice([2])
+    assert len(own.dataset) == len(people.data[2])
+    x, y = own.dataset.batch(own.data[2].train)
+    expected = people.dataset.batch(people.data[2].train)
+    assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
+    with pytest.raises(InputError, match="'amber' is client 0, but has the data of clients"):
+        Site("amber", agreement(people), own, tmp_path / "site")
+
+
+HOSTILE: list[Mapping[str, Any]] = [
+    {"loss": "low"},
+    {"loss": 0.5, "flops": -1},
+    {"loss": 0.5, "flops": 1e9},
+    {"loss": [1]},
+]
+
+
+@pytest.mark.parametrize("facts", HOSTILE)
+def test_facts_that_make_no_sense_are_a_failed_reply(tmp_path: Path, facts: Mapping[str, Any]) -> None:
+    _, people = setting("standalone")
+    transport = InMemoryTransport({"amber": lambda kind, packet: Packet(facts)})
+    (reply,) = RemoteEngine(agreement(people), transport).train(1, {0: Message()})
+    assert reply.failure
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        None, 3, {"test": 5}, {"test": 5, "validation": 0, "test_correct": {"a": 6}, "validation_correct": {"a": 0}},
+        {"test": 5, "validation": 0, "test_correct": {"a": -1}, "validation_correct": {"a": 0}},
+        {"test": 5, "validation": 0, "test_correct": {}, "validation_correct": {}},
+    ],
+)  # fmt: skip
+def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:
+    _, people = setting("standalone")
+    transport = InMemoryTransport({"amber": lambda kind, packet: Packet({"evaluation": evaluation})})
+    assert RemoteEngine(agreement(people), transport).evaluate([0], 1) == {}
+
+
+def test_packets_pass_through_bytes_unchanged() -> None:
+    packet = Packet({"loss": 0.1 + 0.2, "round": 3}, Message({"w": torch.rand(3)}))
+    again = Packet.from_bytes(*packet.to_bytes())
+    assert again.facts == packet.facts
+    assert again.message is not None and torch.equal(again.message.tensors["w"], packet.message.tensors["w"])  # type: ignore[union-attr]
+    for wrong in (b"[]", b"\xff", b"3"):
+        with pytest.raises(BadMessage):
+            Packet.from_bytes(wrong, b"")
+
+
+def test_an_agreement_survives_json_and_numbers_its_members() -> None:
+    _, people = setting("standalone")
+    terms = agreement(people)
+    assert Agreement.from_dict(json.loads(json.dumps(terms.to_dict()))) == terms
+    with pytest.raises(InputError, match="'eve' is not a member"):
+        terms.number("eve")
+    with pytest.raises(InputError, match="must be numbered from 0 to 1, each once"):
+        Agreement("r", {}, 2, (1,), {"a": 0, "b": 2})
+
+
+def test_a_profile_tells_only_what_the_method_needs() -> None:
+    _, people = setting("fedproto")
+    whole = people.profile(0)
+    told = whole.told_for(people.method)
+    assert told == Profile("client 0", features=support.FEATURES)
+    assert Profile.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+
+
+def test_upload_steps_stand_at_the_one_door(tmp_path: Path) -> None:
+    """A step sees every upload of every engine, after the method made it and before it leaves."""
+    for engine in (SequentialEngine, ThreadsEngine, VectorizedEngine):
+        _, people = setting("lg-fedavg")
+        seen: list[tuple[int, int]] = []
+
+        def halve(message: Message, round: int, client: int, seen: list[tuple[int, int]] = seen) -> Message:
+            seen.append((round, client))
+            return Message({name: tensor / 2 for name, tensor in message.tensors.items()}, message.metadata)
+
+        plain, halved = (engine(replace(people, steps=steps)) for steps in ((), (halve,)))
+        downloads = {
+            client: people.method.download(support.new_server(people.method), client, None) for client in (0, 1)
+        }
+        for one, two in zip(plain.train(1, downloads), halved.train(1, downloads), strict=True):
+            for name, tensor in one.message.tensors.items():
+                assert torch.equal(tensor / 2, two.message.tensors[name])
+        assert sorted(seen) == [(1, 0), (1, 1)]
+        plain.close(), halved.close()
