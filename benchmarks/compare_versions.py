@@ -88,7 +88,7 @@ SETTINGS: dict[str, tuple[tuple[type[nn.Module], ...], dict[str, Any]]] = {
         (Normed, NormedToo),
         {
             "participation": 0.6, "partition": "iid", "start": "client", "evaluate": "after-download",
-            "training": {"batch_size": 8, "lr": 0.05, "epochs": 2, "momentum": 0.9, "augment": True},
+            "training": {"batch_size": 7, "lr": 0.05, "epochs": 2, "momentum": 0.9, "augment": True},
         },
     ),
 }  # fmt: skip
