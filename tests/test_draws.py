@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import polyfed
 from polyfed.methods.base import Batch, ClientNetwork, Phase
 from polyfed.methods.tools import cross_entropy
+from polyfed.seeds import derive
 from tests import support
 
 CLIENTS, ROUNDS, EPOCHS, SAMPLES = 3, 3, 2, 24
@@ -80,6 +82,10 @@ def _nothing_seen() -> Iterator[None]:
     yield
     Spy.seen.clear()
     Masked.masks.clear()
+
+
+def generator(seed: int, *address: str | int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive(seed, *address))
 
 
 def orders(method: type[Spy], **settings: Any) -> dict[tuple[str, int, int, int], list[int]]:
@@ -194,3 +200,68 @@ def test_two_runs_of_a_seed_draw_alike_and_two_seeds_do_not() -> None:
     one, again, other = (orders(Whole, seed=seed) for seed in (3, 3, 4))
     assert one == again
     assert all(one[key] != other[key] for key in one)
+
+
+# What is drawn at a documented address is what a user of that address would draw himself ------------------------------
+
+
+def test_batches_and_parts_are_drawn_at_their_addresses() -> None:
+    found = orders(Spy, seed=3)
+    owners = list(dict.fromkeys(client for _, client, _, _ in found))  # in the order of client numbers
+    for (phase, owner, round, epoch), order in found.items():
+        client = owners.index(owner)
+        shuffled = torch.randperm(SAMPLES, generator=generator(3, "parts", 0, client))
+        half = shuffled[: SAMPLES // 2] if phase == "phase0" else shuffled[SAMPLES // 2 :]
+        batches = generator(3, f"batches/{phase}", round, client)
+        permutations = [torch.randperm(SAMPLES // 2, generator=batches) for _ in range(EPOCHS)]
+        assert order == half[permutations[epoch]].tolist()
+
+
+def test_dropout_masks_are_drawn_at_their_addresses() -> None:
+    polyfed.run("standalone", data=numbered(), **SETTINGS | {"models": Masked, "training": TRAINING, "seed": 3})
+    batches = EPOCHS * SAMPLES // 8
+    for turn in range(CLIENTS * ROUNDS):
+        masks = generator(3, "dropout", 1 + turn // CLIENTS, turn % CLIENTS)
+        for batch in range(batches):
+            kept = torch.rand(8, 36, generator=masks) >= 0.5
+            assert Masked.masks[turn * batches + batch] == tuple(kept.flatten().tolist())
+
+
+class Still(polyfed.Method):
+    """Nothing moves: the loss does not depend on the network."""
+
+    name, title, paper, shares = "still", "Still", "none", "nothing"
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        return 0 * net(batch.x).sum(1)
+
+
+@pytest.mark.parametrize("start", ["architecture", "client"])
+def test_first_weights_are_drawn_at_their_addresses(start: str) -> None:
+    result = polyfed.run(Still, data=numbered(), **SETTINGS | {"start": start, "rounds": 1, "seed": 3})
+    x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    for client in range(CLIENTS):
+        with torch.random.fork_rng():
+            torch.manual_seed(derive(3, "initial", "Wide", client if start == "client" else "shared"))
+            network = support.Wide((1, 6, 6), CLIENTS)
+        assert torch.equal(result.model(client)(x), network(x))
+
+
+class Chosen(polyfed.Watcher):
+    """Remembers who trained in which round."""
+
+    def __init__(self) -> None:
+        self.clients: dict[int, list[int]] = {}
+
+    def on_client(self, round: int, client: int) -> None:
+        self.clients.setdefault(round, []).append(client)
+
+
+def test_participants_are_drawn_at_their_addresses() -> None:
+    chosen = Chosen()
+    settings = SETTINGS | {"clients": 10, "participation": 0.3, "rounds": 4, "seed": 3}
+    polyfed.run(Still, data=numbered(), watcher=chosen, **settings)
+    for round, clients in chosen.clients.items():
+        drawn = np.random.default_rng(derive(3, "participants", round)).choice(10, 3, replace=False)
+        assert clients == sorted(drawn.tolist())
+    assert sorted(chosen.clients) == [1, 2, 3, 4]
