@@ -215,7 +215,7 @@ def differences(this: Path, other: Path) -> Iterator[str]:
     for name in sorted(ours.keys() & theirs.keys()):
         changed = changed_tensors(load_file(ours[name]), load_file(theirs[name]))
         if changed:
-            yield f"{name}: {few(changed)}"
+            yield f"{name.removesuffix('.safetensors')}: {changed[0]}{more(len(changed) - 1, 'tensors')}"
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -226,7 +226,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def table_differences(
     name: str, ours: list[dict[str, str]], theirs: list[dict[str, str]], ignored: tuple[str, ...]
 ) -> Iterator[str]:
-    """Rows and columns that only one version has, and for every other column the first value that differs."""
+    """Rows and columns that only one version has, and all others that differ; of the first also how."""
     if len(ours) != len(theirs):
         yield f"{name}: {len(ours)} → {len(theirs)} rows"
     if not ours or not theirs:
@@ -234,13 +234,15 @@ def table_differences(
     alone = ours[0].keys() ^ theirs[0].keys()
     if alone:
         yield f"{name}: only one version has {', '.join(sorted(alone))}"
-    for column in ours[0]:
-        if column in ignored or column in alone:
-            continue
-        for number, (mine, other) in enumerate(zip(ours, theirs, strict=False), start=1):
-            if mine[column] != other[column]:
-                yield f"{name}: {column} in row {number} {mine[column]} → {other[column]}"
-                break
+    changed = {}
+    for column in (column for column in ours[0] if column not in (*alone, *ignored)):
+        pairs = zip((row[column] for row in ours), (row[column] for row in theirs), strict=False)
+        found = [f"{mine} → {other} in row {row}" for row, (mine, other) in enumerate(pairs, start=1) if mine != other]
+        if found:
+            changed[column] = found[0]
+    if changed:
+        first, *others = changed
+        yield ", ".join([f"{name}: {first} ({changed[first]})", *others])
 
 
 def changed_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
@@ -258,8 +260,8 @@ def changed_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[
     return changed
 
 
-def few(names: list[str], most: int = 2) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def more(count: int, what: str) -> str:
+    return f" and {count} more {what}" if count else ""
 
 
 if __name__ == "__main__":
