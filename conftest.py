@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import numpy as np
@@ -28,3 +29,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(seed)
     np.random.seed(seed)
     item.add_report_section("call", "seed", f"POLYFED_TEST_SEED={seed} draws the same again")
+
+
+@pytest.fixture
+def methods_forgotten() -> Iterator[None]:
+    """Methods that a test makes known are unknown again after it."""
+    from polyfed import METHODS  # not before the environment is set
+
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
