@@ -56,6 +56,14 @@ def test_which_round_counts() -> None:
     assert (best.at_best_validation, best.best_validation_round) == (0.7, 2)
 
 
+def test_the_first_of_equally_good_rounds_counts() -> None:
+    best = Best()
+    for round, (test, validation) in enumerate([(0.5, 0.4), (0.9, 0.8), (0.9, 0.8), (0.7, 0.8)], start=1):
+        best.add(round, test, validation)
+    assert (best.best, best.best_round) == (0.9, 2)
+    assert (best.at_best_validation, best.best_validation_round) == (0.9, 2)
+
+
 def test_without_validation_no_round_is_best_on_it() -> None:
     best = Best()
     best.add(1, 0.5, math.nan)

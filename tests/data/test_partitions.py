@@ -145,6 +145,22 @@ def test_pathological_sizes_lie_between_a_tenth_and_the_whole_of_an_even_share()
         assert (columns[:3] >= 150).all() and (columns[:3] < 1500).all() and (columns[3] >= 1500).all()
 
 
+@pytest.mark.parametrize(("minimum", "smallest"), [(1, 2), (20, 10)])
+def test_pathological_sizes_reach_their_bounds_and_no_further(minimum: int, smallest: int) -> None:
+    """80 samples of a class for four clients: at least a tenth of 20, or half the least of two classes; less than 20.
+
+    All sizes in between are drawn, by every client but the last, which gets the rest.
+    """
+    dataset = even(160, 2)
+    tables = [
+        counts(dataset, partition(dataset, "pathological", 4, minimum=minimum, split="1:1", seed=seed))
+        for seed in range(150)
+    ]
+    for client in range(3):
+        assert {size for table in tables for size in table[client].tolist()} == set(range(smallest, 20))
+    assert all((table.sum(0) == 80).all() for table in tables)
+
+
 def test_dirichlet_is_more_uneven_for_smaller_alpha() -> None:
     spread = []
     for alpha in (0.1, 1.0, 100.0):
@@ -307,3 +323,5 @@ def test_the_partition_of_a_seed_never_changes() -> None:
     dataset = even(60, 3)
     first = [client.test.tolist() for client in partition(dataset, "shares", 3, classes_per_client=2, seed=1)]
     assert first == [[53, 55], [41, 51], [10, 39]]
+    sizes = [len(client.train) for client in partition(even(400, 4), "pathological", 4, seed=1)]
+    assert sizes == [26, 134, 31, 129]

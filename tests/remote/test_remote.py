@@ -213,7 +213,7 @@ def test_a_lost_site_comes_back_with_its_state(tmp_path: Path) -> None:
 
 
 def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> None:
-    """Rounds 1, 2, 3 were trained; asked for 3 or 2 again the site repeats its answer, for 1 it refuses in a sentence."""
+    """After rounds 1, 2, 3: asked for 3 or 2 again the site repeats its answer, for 1 it refuses in a sentence."""
     _, people = setting("standalone")
     site = new_sites(people, tmp_path, agreement(people))["amber"]
     said = {round: ask(site, "train", round=round).facts for round in (1, 2, 3)}

@@ -1,0 +1,64 @@
+"""What the tables say, and the same content for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+import polyfed
+from polyfed.report import tables
+
+SUMMARY: dict[str, Any] = {
+    "method": "fedproto", "rounds": 20, "accuracy_final": 0.98765, "accuracy_at_best_validation": 0.9,
+    "best_validation_round": 17, "accuracy_best": 0.991, "best_round": 18, "upload_floats": 2_621_558,
+    "upload_bytes": 10_486_232, "download_floats": 999, "download_bytes": 4096, "flops": 1.5e12, "seconds": 12.34,
+}  # fmt: skip
+
+
+def rows(table: Table) -> list[list[str]]:
+    return [list(row) for row in zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)]
+
+
+def test_a_summary_has_every_number_with_its_round_or_unit() -> None:
+    shown = {row[0]: row[1:] for row in rows(tables.summary_table(SUMMARY))}
+    assert shown["accuracy, final"] == ["98.77 %", "round 20"]
+    assert shown["accuracy at the round best on validation"] == ["90.00 %", "round 17"]
+    assert shown["accuracy, best on test"] == ["99.10 %", "round 18"]
+    assert shown["communication, up"] == ["2.62 M", "floats, 10.49 MB"]
+    assert shown["communication, down"] == ["999 ", "floats, 4.10 kB"]
+    assert shown["computation of the clients"] == ["1.50 T", "FLOPs"]
+    assert shown["time for training and server"] == ["12.3", "seconds"]
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_summary_says_that_there_are_no_validation_samples(missing: float | None) -> None:
+    summary = {**SUMMARY, "accuracy_at_best_validation": missing, "best_validation_round": 0}
+    shown = {row[0]: row[1:] for row in rows(tables.summary_table(summary))}
+    assert shown["accuracy at the round best on validation"] == ["–", "no validation samples"]
+
+
+def test_every_method_network_and_dataset_has_its_row() -> None:
+    assert [row[0] for row in rows(tables.methods_table())] == list(polyfed.METHODS)
+    for table, values in (
+        (tables.networks_table(), tables.networks()),
+        (tables.datasets_table(), tables.datasets()),
+    ):
+        assert [row[0] for row in rows(table)] == [value["name"] for value in values]
+    options = [option["name"] for method in tables.methods() for option in method["options"]]
+    text = io.StringIO()
+    Console(file=text, width=200, markup=False).print(tables.method_options_table())
+    assert options and set(options) <= set(text.getvalue().split())
+
+
+def test_values_for_programs_are_plain() -> None:
+    for values in (tables.methods(), tables.networks(), tables.datasets()):
+        assert json.loads(json.dumps(values)) == values
+    (fedproto,) = (method for method in tables.methods() if method["name"] == "fedproto")
+    assert fedproto["requires"] == ["features"] and {"name", "default", "range", "description"} == set(
+        fedproto["options"][0]
+    )
