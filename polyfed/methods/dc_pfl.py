@@ -112,9 +112,10 @@ class DCPFL(Method):
         super().check(message)
         if not self.config.calibrate:
             return
-        if bool((diagonals(message.tensors["covariances"], self.task.feature_size) < 0).any()):
-            raise BadMessage("'covariances' holds a negative variance.")
-        if not possible(message.tensors["covariances"], self.task.feature_size):
+        covariances, size = message.tensors["covariances"], self.task.feature_size
+        if not possible(covariances, size):  # looked at once, since every look waits for a GPU
+            if bool((diagonals(covariances, size) < 0).any()):
+                raise BadMessage("'covariances' holds a negative variance.")
             raise BadMessage("'covariances' holds a covariance that is larger than its two variances allow.")
 
     def weighed(self, message: Message) -> State:

@@ -7,6 +7,7 @@ the factor of a pooled covariance is its clients' factors, scaled and put below 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -60,9 +61,15 @@ def _products(vectors: Tensor) -> Tensor:
     """The outer products of vectors with themselves, packed."""
     size = vectors.shape[1]
     if vectors.is_cuda:
-        rows, columns = torch.triu_indices(size, size, device=vectors.device)
-        return vectors[:, rows] * vectors[:, columns]
+        rows, columns = _triangle(size, vectors.device)
+        return vectors.index_select(1, rows) * vectors.index_select(1, columns)
     return torch.cat([vectors[:, i : i + 1] * vectors[:, i:] for i in range(size)], 1)  # a look-up takes far longer
+
+
+@lru_cache(maxsize=4)
+def _triangle(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(size, size, device=device)
+    return rows, columns
 
 
 def _places(row: Tensor, column: Tensor, size: int) -> Tensor:
