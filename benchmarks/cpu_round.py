@@ -33,10 +33,11 @@ from polyfed.bench import noise
 from polyfed.compute import machine_name
 from polyfed.config import experiment
 from polyfed.data import Dataset
-from polyfed.engines import Population, new_engine
-from polyfed.federation import Federation
+from polyfed.engines import new_engine
 from polyfed.models import Models
+from polyfed.population import Population
 from polyfed.records import RunFolder
+from polyfed.server.federation import Federation
 
 CLIENTS, IMAGES, BATCH, LR, CLASSES = 10, 640, 64, 0.01, 10
 

@@ -21,12 +21,13 @@ from torch import Tensor
 from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.data import Dataset
-from polyfed.engines import Population, SequentialEngine, ThreadsEngine
-from polyfed.engines.local import collect
+from polyfed.engines import SequentialEngine, ThreadsEngine
+from polyfed.engines.client.round import collect
 from polyfed.message import Message
 from polyfed.methods.base import Server
-from polyfed.methods.gaussians import Gaussians, draw, factors, pack, shares
-from polyfed.methods.statistics import class_covariances, class_means
+from polyfed.methods.parts.gaussians import Gaussians, draw, factors, pack, shares
+from polyfed.methods.parts.statistics import class_covariances, class_means
+from polyfed.population import Population
 
 CLIENTS, IMAGES, CLASSES, CLASSES_EACH = 10, 400, 100, 10
 

@@ -21,8 +21,8 @@ from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.data import Dataset
 from polyfed.engines import new_engine
-from polyfed.federation import Federation
 from polyfed.records import RunFolder
+from polyfed.server.federation import Federation
 
 
 class Small(nn.Module):

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from polyfed.config import Experiment, experiment, read_experiment
     from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
     from polyfed.errors import InputError, PolyfedError, RunError
-    from polyfed.federation import Watcher
     from polyfed.methods import METHODS
     from polyfed.methods.base import Method, Training
     from polyfed.models import SplitNetwork, split_network
     from polyfed.predictions import Prediction
     from polyfed.records import RunFolder
+    from polyfed.server.federation import Watcher
 
 __version__ = "0.1.0"
 

@@ -17,18 +17,19 @@ from polyfed.assemble import PYTHON, assemble, facts
 from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment
 from polyfed.data import Dataset, no_dataset
-from polyfed.engines import Population, new_engine
-from polyfed.engines.population import state_of
+from polyfed.engines import new_engine
+from polyfed.engines.client.workbench import state_of
 from polyfed.errors import DivergedError, InputError, RunError
-from polyfed.federation import Federation, Watcher
 from polyfed.methods.base import Method
-from polyfed.methods.network import ClientNetwork
+from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
+from polyfed.population import Population
 from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import Restored, RunFolder
 from polyfed.report.progress import watched
 from polyfed.resuming import changed_settings, check_trusted, differences, located
-from polyfed.scores import percent
+from polyfed.server.federation import Federation, Watcher
+from polyfed.server.scores import percent
 
 
 @dataclass

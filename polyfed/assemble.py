@@ -19,7 +19,6 @@ from polyfed.data import (
     load_dataset,
     partition,
 )
-from polyfed.engines import Population
 from polyfed.errors import InputError
 from polyfed.methods import find_method
 from polyfed.methods.base import Method, Task
@@ -33,6 +32,7 @@ from polyfed.models import (
     smallest,
 )
 from polyfed.models.factories import FromInstance
+from polyfed.population import Population
 from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
 

@@ -18,11 +18,12 @@ from torch import nn
 from polyfed.assemble import assemble, find_device
 from polyfed.config import Experiment, experiment
 from polyfed.data import ClientData, Dataset
-from polyfed.engines import Engine, Population, new_engine
+from polyfed.engines import Engine, new_engine
 from polyfed.errors import InputError
-from polyfed.federation import Federation
-from polyfed.methods.server_training import eager
+from polyfed.population import Population
 from polyfed.records import RunFolder
+from polyfed.server.federation import Federation
+from polyfed.server.training import eager
 
 CLASSES, IMAGES = 10, 640
 WARM_UP = 2

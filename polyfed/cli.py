@@ -22,12 +22,12 @@ from polyfed.compute import machine_name
 from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment, typed
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
-from polyfed.federation import Interrupted, Watcher
 from polyfed.methods.base import Training
 from polyfed.records import RunFolder
 from polyfed.report import tables
 from polyfed.report.progress import BarProgress, LineProgress, QuietProgress, bench_line, plain_console
 from polyfed.resuming import check_trusted
+from polyfed.server.federation import Interrupted, Watcher
 
 app = typer.Typer(
     help="Model-heterogeneous personalised federated learning.",

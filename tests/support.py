@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.data import Dataset
-from polyfed.engines import Population, SequentialEngine
-from polyfed.federation import Federation
+from polyfed.engines import SequentialEngine
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Reply, Server, Trained
+from polyfed.population import Population
 from polyfed.records import RunFolder
+from polyfed.server.federation import Federation
 
 FEATURES = 6
 

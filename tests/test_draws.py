@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import polyfed
 from polyfed.methods.base import Batch, ClientNetwork, Phase
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.tools import cross_entropy
 from polyfed.seeds import derive
 from tests import support
 

@@ -20,7 +20,7 @@ import yaml
 
 import polyfed
 from polyfed import Watcher, cli
-from polyfed.federation import Interrupted
+from polyfed.server.federation import Interrupted
 from tests import support
 
 SMALL = '''
@@ -480,7 +480,7 @@ def test_a_lack_of_memory_at_the_start_is_one_sentence(tmp_path: Path, monkeypat
             polyfed.run("standalone", **support.DEFAULTS, **tiny(), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with monkeypatch.context() as patch:
-        patch.setattr("polyfed.engines.population.Population.on_device", short_of_memory)
+        patch.setattr("polyfed.population.Population.on_device", short_of_memory)
         with pytest.raises(polyfed.RunError, match="the run does not fit into memory"):
             polyfed.run("standalone", **support.DEFAULTS, **tiny(), out=tmp_path / "run")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from polyfed.engines.base import Engine, LocalEngine
-from polyfed.engines.population import Population
 from polyfed.engines.sequential import SequentialEngine
 from polyfed.engines.threads import ThreadsEngine
 from polyfed.engines.vectorized import VectorizedEngine
 from polyfed.evaluation import Evaluation
+from polyfed.population import Population
 
 ENGINES = ("auto", "sequential", "threads", "vectorized")
 

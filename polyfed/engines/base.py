@@ -15,16 +15,17 @@ from typing import Any, ClassVar
 import torch
 
 from polyfed.compute import physical_memory
-from polyfed.costs import ClientFlops, measure
-from polyfed.engines import local
-from polyfed.engines.population import Population, Workbench, hollow, state_of
-from polyfed.engines.store import ClientStore
+from polyfed.engines.client import round as local
+from polyfed.engines.client.flops import ClientFlops, measure
+from polyfed.engines.client.store import ClientStore
+from polyfed.engines.client.workbench import Workbench, hollow, state_of
 from polyfed.errors import PolyfedError, RunError, user_place
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
-from polyfed.methods.network import ClientNetwork
+from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models.dryrun import first_line
+from polyfed.population import Population
 from polyfed.profile import Profile
 from polyfed.records.states import States, misfit
 from polyfed.seeds import watched
@@ -88,7 +89,7 @@ class Engine(ABC):
 
 
 class LocalEngine(Engine):
-    """The common part of engines whose clients live in this process, each trained by `engines.local`."""
+    """The common part of engines whose clients live in this process, each trained by `engines.client`."""
 
     def __init__(self, population: Population, *, memory_budget: int | None = None) -> None:
         self.population = population.on_device()

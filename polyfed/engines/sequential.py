@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.population import Population, Workbench
+from polyfed.engines.client.workbench import Workbench
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message
 from polyfed.methods.base import Reply
+from polyfed.population import Population
 
 
 class SequentialEngine(LocalEngine):

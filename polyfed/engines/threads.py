@@ -14,10 +14,11 @@ from typing import TypeVar
 
 from polyfed.compute import compute_threads, return_memory
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.population import Population, Workbench
+from polyfed.engines.client.workbench import Workbench
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message
 from polyfed.methods.base import Reply
+from polyfed.population import Population
 
 Result = TypeVar("Result")
 

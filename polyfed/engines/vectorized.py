@@ -19,18 +19,19 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.engines import cohort as stacked
-from polyfed.engines import local
+from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.begun import Begun
-from polyfed.engines.captured import CapturedStep, Lane
-from polyfed.engines.layers import trouble
-from polyfed.engines.plan import Plan, new_plan
-from polyfed.engines.population import Population, Workbench
+from polyfed.engines.client import round as local
+from polyfed.engines.client.workbench import Workbench
+from polyfed.engines.stacked.begun import Begun
+from polyfed.engines.stacked.captured import CapturedStep, Lane
+from polyfed.engines.stacked.layers import trouble
+from polyfed.engines.stacked.plan import Plan, new_plan
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase, Reply, Trained
-from polyfed.methods.network import ClientNetwork
+from polyfed.methods.parts.network import ClientNetwork
+from polyfed.population import Population
 
 Result = TypeVar("Result")
 

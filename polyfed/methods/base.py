@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, Schema, State
-from polyfed.methods.network import Batch, ClientNetwork
-from polyfed.methods.statistics import ClassStatistics
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.network import Batch, ClientNetwork
+from polyfed.methods.parts.statistics import ClassStatistics
+from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
 from polyfed.seeds import seeded, torch_generator
 

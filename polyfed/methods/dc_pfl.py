@@ -24,9 +24,8 @@ from polyfed.methods.base import (
     Trained,
     Training,
 )  # fmt: skip
-from polyfed.methods.gaussians import Gaussians, diagonals, draw, pack, possible, shares
-from polyfed.methods.server_training import check_finite, take_steps, train_on_vectors
-from polyfed.methods.tools import (
+from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, pack, possible, shares
+from polyfed.methods.parts.tools import (
     ClassVectors,
     class_vectors_schema,
     cross_entropy,
@@ -36,6 +35,7 @@ from polyfed.methods.tools import (
     part_of,
     store_vectors,
 )
+from polyfed.server.training import check_finite, take_steps, train_on_vectors
 
 
 class DCPFL(Method):

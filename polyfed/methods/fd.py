@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from polyfed.message import Message, Schema, State
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Method, Phase, Reply, Server, SplitNetwork, Trained
-from polyfed.methods.statistics import means_from_sums
-from polyfed.methods.tools import ClassVectors, class_vectors_schema, cross_entropy, store_vectors
+from polyfed.methods.parts.statistics import means_from_sums
+from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, cross_entropy, store_vectors
 
 
 class FD(Method):

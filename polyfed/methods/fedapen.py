@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from polyfed.message import Message, State
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Phase, SplitNetwork
-from polyfed.methods.distillation import kl_divergence
-from polyfed.methods.shared_network import SharedNetwork
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.distillation import kl_divergence
+from polyfed.methods.parts.shared_network import SharedNetwork
+from polyfed.methods.parts.tools import cross_entropy
 
 
 class Mixing(nn.Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from polyfed.message import State
-from polyfed.methods.averaged import Averaged
 from polyfed.methods.base import Common
-from polyfed.methods.tools import module_state, part_of
+from polyfed.methods.parts.averaged import Averaged
+from polyfed.methods.parts.tools import module_state, part_of
 
 
 class FedAvg(Averaged):

@@ -13,7 +13,7 @@ from polyfed.errors import InputError
 from polyfed.message import Message, State
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Method, Phase, SplitNetwork, Task, Training
 from polyfed.methods.lg_fedavg import LGFedAvg
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.tools import cross_entropy
 
 
 class FedClassAvg(LGFedAvg):

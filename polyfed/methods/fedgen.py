@@ -14,10 +14,10 @@ from torch.func import functional_call, vmap
 from polyfed.errors import BadMessage
 from polyfed.message import Counts, Labels, Message, Schema, State
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Method, Phase, Reply, Server, SplitNetwork, Trained
-from polyfed.methods.distillation import kl_divergence
-from polyfed.methods.feature_generator import ClientGenerator, ServerGenerator, train_generator
-from polyfed.methods.server_training import check_finite
-from polyfed.methods.tools import cross_entropy, module_state, part_of, same_shapes
+from polyfed.methods.parts.distillation import kl_divergence
+from polyfed.methods.parts.feature_generator import ClientGenerator, ServerGenerator, train_generator
+from polyfed.methods.parts.tools import cross_entropy, module_state, part_of, same_shapes
+from polyfed.server.training import check_finite
 
 SMALLEST_WEIGHT = 1e-4
 

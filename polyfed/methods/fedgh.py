@@ -10,8 +10,8 @@ from torch import Tensor
 
 from polyfed.message import Message, Schema
 from polyfed.methods.base import Collect, Method, Reply, Server, Trained
-from polyfed.methods.server_training import check_finite, train_on_vectors
-from polyfed.methods.tools import class_vectors_schema, module_state
+from polyfed.methods.parts.tools import class_vectors_schema, module_state
+from polyfed.server.training import check_finite, train_on_vectors
 
 
 class FedGH(Method):

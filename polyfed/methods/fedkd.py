@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from polyfed.message import Message, Schema, State
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Phase, Reply, Server, SplitNetwork, Trained
-from polyfed.methods.compression import check_forms, compress, compressed_schema, restore
-from polyfed.methods.distillation import kl_divergence
-from polyfed.methods.shared_network import SharedNetwork
-from polyfed.methods.tools import cross_entropy, distance, plain_mean
+from polyfed.methods.parts.compression import check_forms, compress, compressed_schema, restore
+from polyfed.methods.parts.distillation import kl_divergence
+from polyfed.methods.parts.shared_network import SharedNetwork
+from polyfed.methods.parts.tools import cross_entropy, distance, plain_mean
 
 SMALLEST_LOSS = 0.01
 """Distillation is never weighted by more than one over this, however sure both networks are."""

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from polyfed.errors import InputError
 from polyfed.methods.base import Batch, ClientNetwork, Phase, SplitNetwork
-from polyfed.methods.shared_network import SharedNetwork
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.shared_network import SharedNetwork
+from polyfed.methods.parts.tools import cross_entropy
 
 
 class FedMRL(SharedNetwork):

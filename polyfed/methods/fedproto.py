@@ -10,8 +10,8 @@ from pydantic import Field
 
 from polyfed.message import Message, Schema
 from polyfed.methods.base import Reply, Server, Trained
-from polyfed.methods.prototypes import PrototypeMethod
-from polyfed.methods.tools import class_vectors_schema, mean_by_class, store_vectors
+from polyfed.methods.parts.prototypes import PrototypeMethod
+from polyfed.methods.parts.tools import class_vectors_schema, mean_by_class, store_vectors
 
 
 class FedProto(PrototypeMethod):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyfed.errors import InputError
 from polyfed.message import Floats, Message, Schema, State
 from polyfed.methods.base import Knowledge, Method, Reply, Server, Task, Trained, Training
-from polyfed.methods.tools import ClassVectors, class_vectors_schema, mean_by_class, store_vectors
+from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, mean_by_class, store_vectors
 
 GROWTH_WARNING = 10
 """Stabilisation beyond this round lets rows grow so much that a run should say so."""

@@ -10,9 +10,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyfed.methods.base import Reply, Server
-from polyfed.methods.prototypes import PrototypeMethod
-from polyfed.methods.server_training import check_finite, train_on_vectors
-from polyfed.methods.tools import mean_by_class, store_vectors
+from polyfed.methods.parts.prototypes import PrototypeMethod
+from polyfed.methods.parts.tools import mean_by_class, store_vectors
+from polyfed.server.training import check_finite, train_on_vectors
 
 
 class TrainablePrototypes(nn.Module):

@@ -6,9 +6,9 @@ from pydantic import Field
 from torch import Tensor
 
 from polyfed.methods.base import Batch, ClientNetwork, Phase
-from polyfed.methods.distillation import kl_divergence
-from polyfed.methods.shared_network import SharedNetwork
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.distillation import kl_divergence
+from polyfed.methods.parts.shared_network import SharedNetwork
+from polyfed.methods.parts.tools import cross_entropy
 
 
 class FML(SharedNetwork):

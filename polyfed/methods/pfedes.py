@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from polyfed.errors import InputError
 from polyfed.message import State
-from polyfed.methods.averaged import Averaged
 from polyfed.methods.base import Batch, ClientNetwork, Phase, SplitNetwork, Task
-from polyfed.methods.tools import cross_entropy, module_state
+from polyfed.methods.parts.averaged import Averaged
+from polyfed.methods.parts.tools import cross_entropy, module_state
 from polyfed.models import ProxyExtractor, seed_dropout
 from polyfed.models.dryrun import dry_run, example_images
 from polyfed.models.factories import call_factory, load_object

@@ -17,11 +17,12 @@ from typing import Any
 
 from safetensors.torch import load
 
-from polyfed.engines import Population, SequentialEngine
+from polyfed.engines import SequentialEngine
 from polyfed.errors import DivergedError, InputError
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State, state_bytes
 from polyfed.methods.base import Reply
+from polyfed.population import Population
 from polyfed.records import disk
 from polyfed.records.claim import locked
 from polyfed.records.states import Damaged, StoredFile, write_file

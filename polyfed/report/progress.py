@@ -17,7 +17,7 @@ from rich.text import Text
 from polyfed.config import Experiment
 from polyfed.data.reading import listening
 from polyfed.errors import InputError
-from polyfed.federation import Watcher
+from polyfed.server.federation import Watcher
 
 
 def plain_console(*, stderr: bool = False) -> Console:

@@ -13,7 +13,7 @@ from polyfed.config import describe_range, typed
 from polyfed.data import SOURCES
 from polyfed.methods import METHODS
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
-from polyfed.scores import percent
+from polyfed.server.scores import percent
 
 _NEEDS = {"features": "same number of features", "head": "same head", "network": "same network"}
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyfed.engines import Population, SequentialEngine, VectorizedEngine
-from polyfed.engines.cohort import PhaseStep
-from polyfed.engines.plan import new_plan
+from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines.stacked.plan import new_plan
+from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import InputError
 from polyfed.message import Message
 from polyfed.methods.base import Reply
+from polyfed.population import Population
 from tests import support
 
 HERE = "tests.engines.test_batch_norm"

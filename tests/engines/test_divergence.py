@@ -9,7 +9,7 @@ from torch import Tensor
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.errors import DivergedError
 from polyfed.methods.base import Batch, ClientNetwork, Phase
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.tools import cross_entropy
 from tests import support
 
 ENGINES = [SequentialEngine, ThreadsEngine, VectorizedEngine]

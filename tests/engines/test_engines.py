@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyfed.engines import LocalEngine, Population, SequentialEngine, ThreadsEngine, VectorizedEngine, base, new_engine
-from polyfed.engines.population import Workbench, state_of
+from polyfed.engines import LocalEngine, SequentialEngine, ThreadsEngine, VectorizedEngine, base, new_engine
+from polyfed.engines.client.workbench import Workbench, state_of
 from polyfed.errors import DivergedError
-from polyfed.federation import Federation
 from polyfed.message import Message, State
+from polyfed.population import Population
+from polyfed.server.federation import Federation
 from tests import support
 
 SEVERAL = {"clients": 6, "participation": 0.5, "rounds": 3, "split": "6:2:2"}

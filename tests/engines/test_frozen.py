@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed import METHODS, InputError
-from polyfed.costs import measure
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
-from polyfed.engines.population import state_of
+from polyfed.engines.client.flops import measure
+from polyfed.engines.client.workbench import state_of
 from polyfed.models.frozen import rest_of
 from tests import support
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
-from polyfed.federation import Federation, Interrupted, Watcher
+from polyfed.server.federation import Federation, Interrupted, Watcher
 from tests import support
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
-from polyfed.engines.captured import WORTH_A_SHAPE
+from polyfed.engines.stacked.captured import WORTH_A_SHAPE
 from tests import support
 from tests.engines import test_frozen, test_global_draws
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional
 
-from polyfed.engines import SequentialEngine, VectorizedEngine, layers
+from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines.stacked import layers
 from tests import support
 
 triton = pytest.importorskip("triton")

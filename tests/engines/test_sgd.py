@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyfed.engines import sgd as module
-from polyfed.engines.sgd import sgd
+from polyfed.engines.client import sgd as module
+from polyfed.engines.client.sgd import sgd
 from polyfed.errors import RunError
 from polyfed.methods.base import Training
 from tests import support

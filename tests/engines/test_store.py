@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyfed.engines.store import ClientStore
+from polyfed.engines.client.store import ClientStore
 from polyfed.message import State, state_size
 
 

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from polyfed.compute import precision
-from polyfed.engines import SequentialEngine, VectorizedEngine, cohort, vectorized
-from polyfed.engines.begun import Begun
-from polyfed.engines.captured import reason
-from polyfed.engines.cohort import PhaseStep
-from polyfed.engines.plan import new_plan
+from polyfed.engines import SequentialEngine, VectorizedEngine, vectorized
+from polyfed.engines import stacked as stacked_package
+from polyfed.engines.stacked import passes
+from polyfed.engines.stacked.begun import Begun
+from polyfed.engines.stacked.captured import reason
+from polyfed.engines.stacked.plan import new_plan
+from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import DivergedError, InputError
 from polyfed.methods import METHODS
 from polyfed.methods.base import Method, Phase
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.tools import cross_entropy
 from tests import support
 
 
@@ -187,7 +189,7 @@ def test_running_out_of_memory_when_states_are_kept_loses_none(monkeypatch: pyte
             raise torch.OutOfMemoryError("no room")
         return original(*arguments, **options)
 
-    monkeypatch.setattr("polyfed.engines.store.torch.empty_like", empty_like)
+    monkeypatch.setattr("polyfed.engines.client.store.torch.empty_like", empty_like)
     engines[1].train(2, nothing)
     assert len(calls) > 1
     for client in range(4):
@@ -315,7 +317,7 @@ def test_samples_that_do_not_fit_at_once_are_evaluated_in_smaller_steps(
 ) -> None:
     """Also those of a single client, which can't be halved."""
     expected, *_ = run(tmp_path, VectorizedEngine, "fedproto", clients=2, models=(support.Wide, support.Narrow))
-    original, largest = cohort.for_each, [0]
+    original, largest = passes.for_each, [0]
 
     def small(function: Any, state: Any, x: Any, *rest: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -324,8 +326,8 @@ def test_samples_that_do_not_fit_at_once_are_evaluated_in_smaller_steps(
             largest[0] = max(largest[0], x.shape[1])
         return original(function, state, x, *rest)
 
-    monkeypatch.setattr(cohort, "for_each", small)
-    monkeypatch.setattr(cohort, "remarks", lambda people, clients, *rest: [()] * len(clients))
+    monkeypatch.setattr(passes, "for_each", small)
+    monkeypatch.setattr(stacked_package, "remarks", lambda people, clients, *rest: [()] * len(clients))
     again, *_ = run(tmp_path / "small", VectorizedEngine, "fedproto", clients=2, models=(support.Wide, support.Narrow))
     pd.testing.assert_frame_equal(again, expected, check_exact=False, rtol=1e-5)
     assert 2 < largest[0] <= 5

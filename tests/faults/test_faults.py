@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import polyfed
-from polyfed.federation import Watcher
 from polyfed.records import RunFolder
+from polyfed.server.federation import Watcher
 from tests import support
 from tests.faults.disk_faults import Journal, Killed
 from tests.test_resume import records

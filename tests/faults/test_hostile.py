@@ -10,10 +10,10 @@ import torch
 
 from polyfed.engines import SequentialEngine
 from polyfed.errors import DivergedError
-from polyfed.federation import Federation
 from polyfed.message import Message
 from polyfed.methods import METHODS
 from polyfed.methods.base import Reply
+from polyfed.server.federation import Federation
 from tests import support
 
 

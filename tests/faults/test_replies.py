@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from polyfed.engines import Population, local
+from polyfed.engines.client import round as local
 from polyfed.errors import DivergedError
-from polyfed.federation import Federation
 from polyfed.message import Message, State
 from polyfed.methods import METHODS
-from polyfed.methods.averaged import Averaged
 from polyfed.methods.base import Reply, Server
 from polyfed.methods.fedkd import FedKD
-from polyfed.replies import SMALL, UNUSUAL, Sizes
+from polyfed.methods.parts.averaged import Averaged
+from polyfed.population import Population
+from polyfed.server.federation import Federation
+from polyfed.server.replies import SMALL, UNUSUAL, Sizes
 from tests import support
 from tests.faults.mutants import mutant
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from polyfed.engines import Population, SequentialEngine, ThreadsEngine
-from polyfed.engines.batches import AUGMENTATION
-from polyfed.engines.local import prepare
+from polyfed.engines import SequentialEngine, ThreadsEngine
+from polyfed.engines.client.batches import AUGMENTATION
+from polyfed.engines.client.round import prepare
 from polyfed.methods.base import Batch, Phase
-from polyfed.methods.network import ClientNetwork
+from polyfed.methods.parts.network import ClientNetwork
+from polyfed.population import Population
 from tests import support
 
 

@@ -9,7 +9,7 @@ import torch
 
 from polyfed.errors import BadMessage, InputError
 from polyfed.methods.base import Knowledge
-from polyfed.methods.tools import part_of
+from polyfed.methods.parts.tools import part_of
 from tests import support
 from tests.methods import parity
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polyfed.errors import BadMessage
 from polyfed.message import Message
-from polyfed.methods.compression import check_forms, compress, compressed_schema, needed_rank, restore
+from polyfed.methods.parts.compression import check_forms, compress, compressed_schema, needed_rank, restore
 
 
 def floats(state: dict[str, torch.Tensor]) -> int:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from polyfed.errors import BadMessage, DivergedError, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge, Method, Reply, Server
-from polyfed.methods.gaussians import Gaussians
-from polyfed.methods.statistics import class_covariances
+from polyfed.methods.parts.gaussians import Gaussians
+from polyfed.methods.parts.statistics import class_covariances
 from polyfed.models import SplitNetwork
 from tests import support
 from tests.methods import parity

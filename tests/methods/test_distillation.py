@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyfed.methods.distillation import kl_divergence
+from polyfed.methods.parts.distillation import kl_divergence
 
 
 def test_divergence_of_two_coins() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from polyfed.errors import BadMessage
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge, Reply
-from polyfed.methods.statistics import class_means
+from polyfed.methods.parts.statistics import class_means
 from tests import support
 from tests.methods import parity
 

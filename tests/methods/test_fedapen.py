@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from polyfed.data import ClientData
-from polyfed.engines import Population
-from polyfed.engines.batches import phase_samples
-from polyfed.engines.local import train_phase
+from polyfed.engines.client.batches import phase_samples
+from polyfed.engines.client.round import train_phase
 from polyfed.methods import fedapen
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge
-from polyfed.methods.distillation import kl_divergence
+from polyfed.methods.parts.distillation import kl_divergence
+from polyfed.population import Population
 from tests import support
 from tests.methods import parity
 

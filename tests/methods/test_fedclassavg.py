@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from polyfed.data import Dataset
-from polyfed.engines.local import prepare
+from polyfed.engines.client.round import prepare
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge

@@ -11,9 +11,9 @@ from torch import Tensor
 from polyfed.errors import BadMessage, DivergedError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge, Method, Server
-from polyfed.methods.feature_generator import ClientGenerator, ServerGenerator, sameness, teaching_loss
 from polyfed.methods.fedgen import FedGen, generator_of
-from polyfed.methods.tools import module_state
+from polyfed.methods.parts.feature_generator import ClientGenerator, ServerGenerator, sameness, teaching_loss
+from polyfed.methods.parts.tools import module_state
 from polyfed.models import resolve
 from tests import support
 from tests.methods import parity

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from polyfed.errors import BadMessage, DivergedError
 from polyfed.message import Message
 from polyfed.methods.base import Reply
-from polyfed.methods.statistics import class_means
+from polyfed.methods.parts.statistics import class_means
 from polyfed.models import SplitNetwork
 from tests import support
 from tests.methods import parity

@@ -12,8 +12,8 @@ from polyfed.errors import BadMessage, DivergedError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge
 from polyfed.methods.fedkd import SMALLEST_LOSS, FedKD
-from polyfed.methods.network import ClientNetwork
-from polyfed.methods.tools import part_of
+from polyfed.methods.parts.network import ClientNetwork
+from polyfed.methods.parts.tools import part_of
 from tests import support
 from tests.methods import parity
 

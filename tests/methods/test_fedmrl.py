@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyfed.engines import Population
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge
-from polyfed.methods.tools import part_of
+from polyfed.methods.parts.tools import part_of
+from polyfed.population import Population
 from tests import support
 from tests.methods import parity
 

@@ -8,7 +8,7 @@ import torch
 from polyfed.errors import BadMessage
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge
-from polyfed.methods.statistics import class_means
+from polyfed.methods.parts.statistics import class_means
 from tests import support
 
 

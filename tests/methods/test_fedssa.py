@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.errors import BadMessage, InputError
-from polyfed.federation import Federation
 from polyfed.message import Message, State
 from polyfed.methods.base import Knowledge, Method
 from polyfed.models import SplitNetwork
+from polyfed.server.federation import Federation
 from tests import support
 from tests.methods import parity
 

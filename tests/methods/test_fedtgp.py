@@ -9,7 +9,7 @@ from polyfed.errors import BadMessage, DivergedError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge, Reply
 from polyfed.methods.fedtgp import contrastive_loss
-from polyfed.methods.statistics import class_means
+from polyfed.methods.parts.statistics import class_means
 from tests import support
 from tests.methods import parity
 

@@ -10,7 +10,7 @@ from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, ClientNetwork
 from polyfed.methods.fml import mutual_loss
-from polyfed.methods.tools import part_of
+from polyfed.methods.parts.tools import part_of
 from tests import support
 from tests.methods import parity
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyfed.methods.gaussians import Gaussians, diagonals, draw, factors, pack, pool, possible, shares
-from polyfed.methods.statistics import class_covariances
+from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, factors, pack, pool, possible, shares
+from polyfed.methods.parts.statistics import class_covariances
 
 SIZE = 7
 

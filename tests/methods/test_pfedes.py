@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyfed.engines.local import train_phase
-from polyfed.engines.population import state_of
+from polyfed.engines.client.round import train_phase
+from polyfed.engines.client.workbench import state_of
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge

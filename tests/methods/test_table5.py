@@ -15,7 +15,7 @@ from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.data import Dataset
 from polyfed.methods.base import Method, Trained
-from polyfed.methods.statistics import class_means
+from polyfed.methods.parts.statistics import class_means
 from tests import support
 
 HELD = [list(range(44)) for _ in range(10)] + [list(range(55, 100)) for _ in range(10)]

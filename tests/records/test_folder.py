@@ -13,7 +13,7 @@ from polyfed.config import experiment
 from polyfed.errors import InputError
 from polyfed.records import CLIENT_COLUMNS, EVALUATION_COLUMNS, ROUND_COLUMNS, RunFolder
 from polyfed.records.folder import LOGS
-from polyfed.scores import Best, Progress
+from polyfed.server.scores import Best, Progress
 from tests import support
 
 

@@ -14,14 +14,15 @@ from safetensors.torch import load_file
 import polyfed
 from polyfed.assemble import assemble
 from polyfed.config import Experiment, experiment
-from polyfed.engines import Population, SequentialEngine, ThreadsEngine, VectorizedEngine
+from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.errors import BadMessage, InputError, RunError
-from polyfed.federation import Federation
 from polyfed.message import Message
+from polyfed.population import Population
 from polyfed.profile import Profile
 from polyfed.records import RunFolder
 from polyfed.remote import Agreement, InMemoryTransport, Packet, RemoteEngine, Site
 from polyfed.remote.transport import Kind
+from polyfed.server.federation import Federation
 from tests import support
 
 NAMES = ("amber", "birch", "cedar", "dune")

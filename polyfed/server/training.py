@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from polyfed.compute import capturing, compute_threads
 from polyfed.errors import DivergedError
 from polyfed.message import largest
-from polyfed.methods.tools import cross_entropy
+from polyfed.methods.parts.tools import cross_entropy
 
 SANE = 1e4
 """Features, logits and weights of networks whose training goes well are smaller than this."""

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from polyfed.engines import Evaluation
-from polyfed.scores import Best, Progress, summarise
+from polyfed.evaluation import Evaluation
+from polyfed.server.scores import Best, Progress, summarise
 
 
 def score(correct: int, samples: int, rule: str = "own") -> Evaluation:

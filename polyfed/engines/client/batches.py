@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from polyfed.data import Augmentation
-from polyfed.engines.population import Population
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
+from polyfed.population import Population
 
 AUGMENTATION = Augmentation()
 

@@ -58,7 +58,7 @@ def trouble() -> str | None:
 def _tried() -> tuple[Any, str | None]:
     """Whether Triton, which compiles the kernels, is there and finds all that it needs (a C compiler, a known GPU)."""
     try:
-        module = import_module("polyfed.engines.kernels")
+        module = import_module("polyfed.engines.stacked.kernels")
         some = torch.zeros(1, 1, 1, 3, 3, device="cuda" if torch.cuda.is_available() else "cpu")
         module.convolve(some, some, None, (0, 0))
     except Exception as error:  # whatever it is, there is another way

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from polyfed.compute import capturing
-from polyfed.engines.cohort import PhaseStep
-from polyfed.engines.plan import Plan
+from polyfed.engines.stacked.plan import Plan
+from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import InputError
 from polyfed.message import State
 

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.compute import precision
-from polyfed.costs import ClientFlops
 from polyfed.data import ClientData
-from polyfed.engines.batches import batches
-from polyfed.engines.population import Population, state_of
-from polyfed.engines.sgd import sgd
+from polyfed.engines.client.batches import batches
+from polyfed.engines.client.flops import ClientFlops
+from polyfed.engines.client.sgd import sgd
+from polyfed.engines.client.workbench import state_of
 from polyfed.errors import DivergedError
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
-from polyfed.methods.network import ClientNetwork
-from polyfed.methods.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
+from polyfed.methods.parts.network import ClientNetwork
+from polyfed.methods.parts.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
 from polyfed.models import set_generator
+from polyfed.population import Population
 
 EVALUATION_BATCH = 64
 LARGEST_LOSS = 1e9

@@ -10,7 +10,7 @@ from torch import Tensor
 from polyfed.errors import DivergedError
 from polyfed.message import Counts, Floats, Message, Schema
 from polyfed.methods.base import Method, Reply
-from polyfed.replies import REMEMBERED_ROUNDS, Door, Sizes
+from polyfed.server.replies import REMEMBERED_ROUNDS, Door, Sizes
 from tests import support
 
 

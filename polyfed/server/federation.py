@@ -21,9 +21,9 @@ from polyfed.methods.base import Method, Reply, Server
 from polyfed.profile import check_common, samples_known
 from polyfed.records import Restored, RunFolder
 from polyfed.records.states import misfit
-from polyfed.replies import MOST_SAMPLES, Door
-from polyfed.scores import ACCURACIES, Best, Part, Progress, summarise
 from polyfed.seeds import numpy_generator
+from polyfed.server.replies import MOST_SAMPLES, Door
+from polyfed.server.scores import ACCURACIES, Best, Part, Progress, summarise
 
 CHECKPOINT_SHARE = 0.03
 

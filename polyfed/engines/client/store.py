@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from polyfed.engines.scratch import ScratchFolder, remove_abandoned
+from polyfed.engines.client.scratch import ScratchFolder, remove_abandoned
 from polyfed.message import State, state_bytes, state_size
 
 

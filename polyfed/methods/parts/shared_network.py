@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from polyfed.message import State
-from polyfed.methods.averaged import Averaged
 from polyfed.methods.base import SplitNetwork
-from polyfed.methods.tools import module_state
+from polyfed.methods.parts.averaged import Averaged
+from polyfed.methods.parts.tools import module_state
 
 
 class SharedNetwork(Averaged):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.message import State
-from polyfed.methods.tools import module_state
+from polyfed.methods.parts.tools import module_state
 
 
 class FeatureGenerator(nn.Module):

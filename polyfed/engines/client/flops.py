@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyfed.methods.base import Batch, Method, Phase
-from polyfed.methods.network import ClientNetwork
+from polyfed.methods.parts.network import ClientNetwork
 
 _SAMPLES = 2  # batch norm needs two
 
@@ -35,8 +35,8 @@ class ClientFlops:
 
 def measure(network: ClientNetwork, method: Method) -> ClientFlops:
     """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
-    # engines.local imports this module for ClientFlops.
-    from polyfed.engines.local import prepare
+    # That module imports this one for ClientFlops.
+    from polyfed.engines.client.round import prepare
 
     device = next(network.parameters()).device
     x = torch.zeros(_SAMPLES, *method.task.input_shape, device=device)

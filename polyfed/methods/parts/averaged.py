@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.message import Message, Schema, State
 from polyfed.methods.base import Method, Reply, Server, Trained
-from polyfed.methods.tools import SAMPLES, part_of, plain_mean, same_shapes, weighted_mean
+from polyfed.methods.parts.tools import SAMPLES, part_of, plain_mean, same_shapes, weighted_mean
 
 
 class Averaged(Method):

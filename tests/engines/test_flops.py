@@ -5,10 +5,10 @@ import torch
 
 from polyfed.assemble import assemble
 from polyfed.config import experiment
-from polyfed.costs import ClientFlops, measure
 from polyfed.data import Dataset
-from polyfed.engines import Population
+from polyfed.engines.client.flops import ClientFlops, measure
 from polyfed.methods.base import Phase
+from polyfed.population import Population
 
 CONV1, CONV2, FC1, FC2, FC3 = 28 * 28 * 16 * 75, 10 * 10 * 32 * 400, 800 * 2000, 2000 * 500, 500 * 10
 FORWARD = 2 * (CONV1 + CONV2 + FC1 + FC2 + FC3)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyfed.data import ClientData, Dataset
-from polyfed.message import State
 from polyfed.methods.base import Knowledge, MessageStep, Method, Task, Training
-from polyfed.methods.network import ClientNetwork
+from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Architecture
 from polyfed.profile import Profile
 from polyfed.seeds import derive, seeded, torch_generator
@@ -132,54 +131,3 @@ class Population:
         if self.architectures[client].name not in self.draws:
             return nullcontext()
         return seeded(self.seed, f"network/{purpose}", round, client, device=self.device)
-
-
-def state_of(network: nn.Module) -> State:
-    """A network's parameters and buffers as flat named tensors that share its storage."""
-    return {**{n: p.detach() for n, p in network.named_parameters()}, **dict(network.named_buffers())}
-
-
-def buffer_places(network: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Where each buffer sits (module, attribute) and its name in the state; one that sits twice has one name."""
-    names = {id(buffer): name for name, buffer in network.named_buffers()}
-    return [
-        (module, attribute, names[id(buffer)])
-        for module in network.modules()
-        for attribute, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-
-
-class Workbench:
-    """One worker's networks, one per architecture; a client's state is laid onto one without copying it."""
-
-    def __init__(self, network_of: Callable[[int], ClientNetwork]) -> None:
-        self._network_of = network_of
-        self._networks: dict[str, ClientNetwork] = {}
-        self._buffers: dict[str, list[tuple[nn.Module, str, str]]] = {}
-
-    def network(self, client: int, architecture: str, state: State) -> ClientNetwork:
-        """The client's network; training it changes the tensors of `state` in place."""
-        if architecture not in self._networks:
-            self._networks[architecture] = self._network_of(client)
-            self._buffers[architecture] = buffer_places(self._networks[architecture])
-        network = self._networks[architecture]
-        for key, parameter in network.named_parameters():
-            parameter.data = state[key]
-            parameter.grad = None
-        for module, attribute, key in self._buffers[architecture]:
-            module._buffers[attribute] = state[key]
-        return network
-
-    def release(self) -> None:
-        """Let go of the last clients' tensors and gradients, so that they can leave memory."""
-        for network in self._networks.values():
-            hollow(network)
-
-
-def hollow(network: ClientNetwork) -> ClientNetwork:
-    """The network without the memory of its parameters, ready for a client's state."""
-    for parameter in network.parameters():
-        parameter.data = torch.empty(0, device=parameter.device)
-        parameter.grad = None
-    return network

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyfed.message import Message, Schema, State
 from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method, Server, SplitNetwork, Trained
-from polyfed.methods.tools import ClassVectors, class_vectors_schema, cross_entropy, known_vectors, store_vectors
+from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, cross_entropy, known_vectors, store_vectors
 
 
 class PrototypeMethod(Method):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyfed.engines.batches import Epoch, epochs
-from polyfed.engines.population import Population
+from polyfed.engines.client.batches import Epoch, epochs
 from polyfed.message import State
 from polyfed.methods.base import Phase
+from polyfed.population import Population
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.engines import Evaluation, SequentialEngine, ThreadsEngine
+from polyfed.engines import SequentialEngine, ThreadsEngine
 from polyfed.errors import DivergedError, RunError
-from polyfed.federation import Federation, Interrupted, Watcher
+from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
+from polyfed.server.federation import Federation, Interrupted, Watcher
 from tests import support
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from polyfed.evaluation import Evaluation
-from polyfed.replies import Sizes
+from polyfed.server.replies import Sizes
 
 Part = Literal["test", "validation"]
 ACCURACIES = ("accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile")

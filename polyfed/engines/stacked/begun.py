@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.engines import local
-from polyfed.engines.batches import visits
-from polyfed.engines.cohort import PhaseStep, Stack
-from polyfed.engines.population import Population
+from polyfed.engines.client import round as local
+from polyfed.engines.client.batches import visits
+from polyfed.engines.stacked.step import PhaseStep, Stack
 from polyfed.message import State, largest
 from polyfed.methods.base import Phase
-from polyfed.methods.statistics import ClassStatistics, means_from_sums
+from polyfed.methods.parts.statistics import ClassStatistics, means_from_sums
+from polyfed.population import Population
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyfed.errors import BadMessage
 from polyfed.message import Floats, Schema, State
-from polyfed.methods.tools import is_variance
+from polyfed.methods.parts.tools import is_variance
 
 LEFT, RIGHT = ".left", ".right"
 

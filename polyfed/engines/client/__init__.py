@@ -1,0 +1,1 @@
+"""One client in plain PyTorch: the reference for every engine."""

@@ -1,0 +1,16 @@
+"""Many clients at once: those of one architecture train as one batched network. README.md draws the way of a batch."""
+
+from polyfed.engines.stacked.passes import collect, evaluate, own_rules, remarks
+from polyfed.engines.stacked.step import PhaseStep, Stack, copy_states, normed_phases, unstackable
+
+__all__ = [
+    "PhaseStep",
+    "Stack",
+    "collect",
+    "copy_states",
+    "evaluate",
+    "normed_phases",
+    "own_rules",
+    "remarks",
+    "unstackable",
+]

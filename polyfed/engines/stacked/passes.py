@@ -1,0 +1,135 @@
+"""Passes over the samples of many clients at once without training: statistics, scores, remarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from polyfed.data import Dataset
+from polyfed.engines.stacked.step import Applied, for_each
+from polyfed.evaluation import Evaluation
+from polyfed.message import State
+from polyfed.methods.base import Batch
+from polyfed.methods.parts.network import ClientNetwork
+from polyfed.methods.parts.statistics import ClassStatistics, group_covariances, means_from_sums
+from polyfed.population import Population
+
+EVALUATION_SAMPLES, EVALUATION_VALUES = 8192, 8192 * 3 * 32 * 32
+"""Most samples of all clients together in one step of an evaluation, and most values of these samples."""
+
+
+def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sample numbers of several clients as one table, −1 where a client has fewer."""
+    longest = max((len(each) for each in samples), default=0)
+    table = torch.full((len(samples), longest), -1, dtype=torch.int64)
+    for row, each in zip(table, samples, strict=True):
+        row[: len(each)] = each
+    return table.to(device)
+
+
+def in_chunks(
+    dataset: Dataset, network: ClientNetwork, state: State, rows: Tensor, function: Callable[..., object]
+) -> list[tuple[Tensor, object]]:
+    """A function of (network, images) for all clients over all their samples; pairs of rows and results.
+
+    Samples that do not fit into memory at once are taken in halves.
+    """
+    applied = Applied(network, function)
+    samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
+    width = max(1, samples // max(1, len(rows)))
+    results, start = [], 0
+    while start < rows.shape[1]:
+        chunk = rows[:, start : start + width]
+        try:
+            x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
+            results.append((chunk, for_each(lambda own, a: applied.on(own)(a), state, x.unflatten(0, chunk.shape))))
+            start += chunk.shape[1]
+        except torch.OutOfMemoryError:
+            if width == 1:
+                raise
+            width = -(-width // 2)
+    return results
+
+
+def collect(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+) -> list[ClassStatistics | None]:
+    """The method's class statistics of all clients' training samples."""
+    wanted = population.method.collect
+    if wanted is None:
+        return [None] * len(clients)
+    rows = padded_rows([population.data[client].train for client in clients], population.device)
+    parts = in_chunks(population.dataset, network, state, rows, wanted.of)
+    vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1).flatten(0, 1)
+    classes, groups = population.task.classes, len(clients) * population.task.classes
+    owner = torch.arange(len(clients), device=rows.device)[:, None]
+    group = owner * classes + population.dataset.labels[rows.clamp(min=0)]
+    group = torch.where(rows >= 0, group, groups).flatten()  # padding is a group of its own
+    sums = torch.zeros(groups + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)
+    sums.index_add_(0, group, vectors.double())
+    counts = torch.stack([population.counts[client] for client in clients])
+    found = means_from_sums(sums[:-1].cpu(), counts.flatten())
+    covariances: Sequence[Tensor | None] = [None] * len(clients)
+    seen = (counts > 0).sum(1).tolist()
+    if wanted.covariance:
+        ordered = vectors[group.argsort(stable=True)[: int(counts.sum())]]
+        middle = found.means.to(vectors.device)
+        number = torch.arange(len(found.counts)).repeat_interleave(found.counts)
+        covariances = group_covariances(ordered - middle[number.to(vectors.device)], found.counts).split(seen)
+    labels, numbers, means = (part.split(seen) for part in (found.labels % classes, found.counts, found.means))
+    return [ClassStatistics(*own) for own in zip(labels, numbers, means, covariances, strict=True)]
+
+
+def evaluate(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+) -> dict[int, Evaluation]:
+    """Count right predictions on all clients' test and validation samples."""
+    counts: list[dict[str, list[int]]] = []
+    for part in ("test", "validation"):
+        rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
+        right: dict[str, Tensor] = {}
+        for chunk, scores in in_chunks(population.dataset, network, state, rows, population.method.predict):
+            assert isinstance(scores, dict)
+            labels = torch.where(chunk >= 0, population.dataset.labels[chunk.clamp(min=0)], -1)
+            for rule, values in scores.items():
+                hits = (values.argmax(-1) == labels).sum(1)
+                right[rule] = right[rule] + hits if rule in right else hits
+        counts.append({rule: hits.tolist() for rule, hits in right.items()})
+    rules = list(counts[0] or counts[1]) or own_rules(population, clients[:1], network, state)
+    none = [0] * len(clients)
+    return {
+        client: Evaluation(
+            len(population.data[client].test),
+            len(population.data[client].validation),
+            {rule: counts[0].get(rule, none)[i] for rule in rules},
+            {rule: counts[1].get(rule, none)[i] for rule in rules},
+        )
+        for i, client in enumerate(clients)
+    }
+
+
+def own_rules(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> list[str]:
+    """The names of the method's ways to predict, from one training sample of each client."""
+    rows = torch.stack([population.data[client].train[:1] for client in clients]).to(population.device)
+    first = {name: tensor[: len(clients)] for name, tensor in state.items()}
+    ((_, scores),) = in_chunks(population.dataset, network, first, rows, population.method.predict)
+    assert isinstance(scores, dict)
+    return list(scores)
+
+
+def remarks(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+) -> list[tuple[str, ...]]:
+    """What the method has to say about each client, from one batch of its samples."""
+    # A client with fewer samples shows them several times, so that all have as many.
+    own = [population.data[client].train for client in clients]
+    rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
+    x, y = population.dataset.batch(rows.flatten(), population.device)
+    applied = Applied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
+    given = x.unflatten(0, rows.shape), y.view_as(rows)
+    found = for_each(lambda own, a, b: applied.on(own)(a, b), state, *given)
+    assert isinstance(found, dict)
+    truth = {remark: values.tolist() for remark, values in found.items()}
+    return [tuple(remark for remark, values in truth.items() if values[i]) for i in range(len(clients))]

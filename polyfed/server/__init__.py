@@ -1,0 +1,1 @@
+"""The server's side of a run: it sees messages and profiles, never data or a private model."""
