@@ -51,12 +51,12 @@ _HOMES = {
     "config": ("Experiment", "experiment", "read_experiment"),
     "data": ("Dataset", "from_arrays", "from_torch_dataset", "load_dataset"),
     "errors": ("InputError", "PolyfedError", "RunError"),
-    "federation": ("Watcher",),
     "methods": ("METHODS",),
     "methods.base": ("Method", "Training"),
     "models": ("SplitNetwork", "split_network"),
     "predictions": ("Prediction",),
     "records": ("RunFolder",),
+    "server.federation": ("Watcher",),
 }
 """Where each name lives; it is imported when first asked for, so that the command line can answer Ctrl-C meanwhile."""
 

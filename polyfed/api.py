@@ -20,7 +20,8 @@ from polyfed.data import Dataset, no_dataset
 from polyfed.engines import new_engine
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import DivergedError, InputError, RunError
-from polyfed.methods.base import Method
+from polyfed.message import State
+from polyfed.methods.base import Method, Server
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.population import Population
@@ -54,6 +55,14 @@ class Result:
         """The clients with their data and networks."""
         return self._assemble()
 
+    @cached_property
+    def server(self) -> Server:
+        """The server as it was at the end: its state (prototypes, rows, means) and the networks that it trained."""
+        server = Server(self.folder.config.seed, round=self.summary["rounds"])
+        self.population.method.start(server)
+        server.load(self.folder.server_state())
+        return server
+
     @property
     def rounds(self) -> pd.DataFrame:
         """A row per evaluated round."""
@@ -70,13 +79,28 @@ class Result:
         return self.folder.clients()
 
     def network(self, client: int) -> ClientNetwork:
-        """A client's private model and what the method keeps beside it, in evaluation mode."""
+        """A client's private model and what the method keeps beside it, in evaluation mode.
+
+        Where the method predicts by what the server knows (prototypes), it is what the server knew at the end, which
+        no client has received during the run.
+        """
         saved = self.folder.model_state(client)
         network = self.population.new_network(client).cpu()
+        saved |= self._fresh(client, saved)
         with torch.no_grad():
             for name, tensor in state_of(network).items():
                 tensor.copy_(saved[name])
         return network.eval()
+
+    def _fresh(self, client: int, state: State) -> State:
+        """The entries of a client's state that hold the server's knowledge, after one more download."""
+        method = self.population.method
+        if not method.kept_fresh:
+            return {}
+        knowledge = self.population.knowledge(client, self.server.round)
+        download = method.download(self.server, client, knowledge.classes if method.announces_classes else None)
+        changed = method.receive(state, download, knowledge)
+        return {name: tensor for name, tensor in changed.items() if name.split(".")[0] in method.kept_fresh}
 
     def model(self, client: int) -> SplitNetwork:
         """A client's private model, in evaluation mode."""
@@ -189,7 +213,7 @@ def _resume(
     if not isinstance(data, Dataset | None):
         raise no_dataset(data)
     folder = RunFolder.open(Path(path))
-    before = folder.config
+    before = folder.read_config(trust=trust)
     config = changed_settings(before, rounds, settings)
 
     def people() -> Population:

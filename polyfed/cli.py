@@ -116,7 +116,7 @@ def run(
     changes = {name: _number(name, value) for name, value in given.items() if value is not None}
     changes = merged(changes, parse_settings(settings or []))
     if method.endswith((".yaml", ".yml")):
-        config = read_experiment(Path(method), **changes)
+        config = read_experiment(Path(method), trust=trust, **changes)
         if "models" not in changes:
             check_trusted(config, Path(method), trust=trust)
     elif (Path(method) / "config.yaml").is_file():

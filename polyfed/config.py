@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from polyfed.addresses import trusting
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import find_method, register
 from polyfed.methods.base import Method, Training
@@ -180,8 +181,8 @@ def experiment(**values: Any) -> Experiment:
         raise one_sentence(error, Experiment, "{}") from error
 
 
-def read_experiment(path: str | Path, **changes: Any) -> Experiment:
-    """The experiment in a YAML file, with some values replaced."""
+def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) -> Experiment:
+    """The experiment in a YAML file, with some values replaced; `trust` allows a method that is code to be imported."""
     path = Path(path)
     try:
         content = parse_yaml(path.read_text())
@@ -194,7 +195,8 @@ def read_experiment(path: str | Path, **changes: Any) -> Experiment:
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
         raise InputError(f"'{path}' holds no experiment; it needs names and values, such as 'method: fedproto'.")
-    return experiment(**merged(content, changes))
+    with trusting(trust or "method" in changes):
+        return experiment(**merged(content, changes))
 
 
 def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,3 +69,9 @@ def user_place(error: BaseException) -> str:
     file = Path(own[-1].filename)
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     return f" ({shown}, line {own[-1].lineno})"
+
+
+def first_line(error: Exception) -> str:
+    """An error of another library as part of our sentence."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".: ")

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.engines.client.round import batch_norm_trains, prepare
-from polyfed.errors import InputError, PolyfedError, clients_named, user_place
+from polyfed.errors import InputError, PolyfedError, clients_named, first_line, user_place
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.parts.averaged import Averaged
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import SplitNetwork, set_generator
-from polyfed.models.dryrun import first_line
 from polyfed.models.frozen import rest_of
 from polyfed.population import Population
 from polyfed.seeds import watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,23 @@ def test_objects_are_shown_in_a_line(result: polyfed.Result) -> None:
     assert repr(people) == f"Population(2 clients with Wide, {result.summary['method']} on 'brightness', cpu)"
     assert repr(people.data[0]).startswith("ClientData(")
     assert "%" in repr(result) and "after 2 rounds" in repr(result) and len(repr(result)) < 150
+
+
+def test_prototypes_are_the_servers_last_word(tmp_path: Path) -> None:
+    """No client has received the prototypes that were made of the last round's replies; predictions use them."""
+    own: dict[str, Any] = {"data": support.tiny_dataset(), "models": [support.Wide, support.Narrow]}
+    result = polyfed.run("fedproto", **support.DEFAULTS, **own, out=tmp_path / "run")
+    last = result.server.state["prototypes.vectors"]
+    assert torch.equal(result.network(0).prototypes.vectors, last)
+    assert not torch.equal(result.folder.model_state(0)["prototypes.vectors"], last)
+    again = polyfed.resume(tmp_path / "run", **own)
+    assert torch.equal(again.server.state["prototypes.vectors"], last)
+
+
+def test_a_networks_own_weights_stay_its_own(tmp_path: Path) -> None:
+    """FedAvg's server has a mean, but a client predicts with what it has trained itself."""
+    own: dict[str, Any] = {"data": support.tiny_dataset(), "models": [support.Wide]}
+    result = polyfed.run("fedavg", **support.DEFAULTS, **own, out=tmp_path / "run")
+    name = "model.head.weight"
+    assert torch.equal(dict(result.network(0).named_parameters())[name], result.folder.model_state(0)[name])
+    assert result.server.state.keys() >= {name}

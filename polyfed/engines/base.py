@@ -19,12 +19,11 @@ from polyfed.engines.client import round as local
 from polyfed.engines.client.flops import ClientFlops, measure
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench, hollow, state_of
-from polyfed.errors import PolyfedError, RunError, user_place
+from polyfed.errors import PolyfedError, RunError, first_line, user_place
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.methods.parts.network import ClientNetwork
-from polyfed.models.dryrun import first_line
 from polyfed.population import Population
 from polyfed.profile import Profile
 from polyfed.records.states import States, misfit

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
+from polyfed.addresses import load_trusted
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods.base import Method
 from polyfed.methods.dc_pfl import DCPFL
@@ -62,7 +65,24 @@ def register(method: type[Method]) -> str:
 
 
 def find_method(name: str) -> type[Method]:
-    """The method of that name; an unknown one raises an error that suggests the nearest."""
-    if name not in METHODS:
-        raise unknown_name("method", name, METHODS)
-    return METHODS[name]
+    """The method of that name; an unknown one raises an error that suggests the nearest.
+
+    A name is one of polyfed's own, one that another package offers (an entry point in the group `polyfed.methods`), or
+    an address, `package.module:Class`.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    if ":" in name:
+        METHODS[name] = _checked(load_trusted(name, "method"), name)
+        return METHODS[name]
+    offered = {point.name: point for point in entry_points(group="polyfed.methods")}
+    if name in offered:
+        METHODS[name] = _checked(offered[name].load(), name)
+        return METHODS[name]
+    raise unknown_name("method", name, [*METHODS, *offered])
+
+
+def _checked(found: object, name: str) -> type[Method]:
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise InputError(f"'{name}' is not a method: it must be a subclass of polyfed.Method.")
+    return found

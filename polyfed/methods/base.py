@@ -210,6 +210,17 @@ class Server:
     modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)
     notes: list[str] = field(default_factory=list)
 
+    def named_state(self) -> State:
+        """All that the server remembers, as flat named tensors."""
+        state: State = {f"state.{name}": tensor for name, tensor in self.state.items()}
+        return state | {f"modules.{name}": tensor for name, tensor in self.modules.state_dict().items()}
+
+    def load(self, named: Mapping[str, Tensor]) -> None:
+        """Take back what `named_state` gave; raises a `RuntimeError` if it is another method's."""
+        modules = {name: tensor for name, tensor in named.items() if name.startswith("modules.")}
+        self.modules.load_state_dict({name.removeprefix("modules."): tensor for name, tensor in modules.items()})
+        self.state = {name.removeprefix("state."): tensor for name, tensor in named.items() if name not in modules}
+
     def generator(self, purpose: str) -> torch.Generator:
         """Random draws of this round for one purpose."""
         return torch_generator(self.seed, "server", purpose, self.round)
@@ -234,6 +245,8 @@ class Method:
     collect: Collect | None = None
     depends_on_rounds: ClassVar[bool] = False
     """What happens in a round depends on how many there are in all."""
+    kept_fresh: ClassVar[tuple[str, ...]] = ()
+    """Modules beside the model that only hold what the server knows: after a run, predictions use its last word."""
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
+from polyfed.addresses import load_object
 from polyfed.errors import InputError
 from polyfed.message import State
 from polyfed.methods.base import Batch, ClientNetwork, Phase, SplitNetwork, Task
@@ -15,7 +16,7 @@ from polyfed.methods.parts.averaged import Averaged
 from polyfed.methods.parts.tools import cross_entropy, module_state
 from polyfed.models import ProxyExtractor, seed_dropout
 from polyfed.models.dryrun import dry_run, example_images
-from polyfed.models.factories import call_factory, load_object
+from polyfed.models.factories import call_factory
 
 
 class PFedES(Averaged):

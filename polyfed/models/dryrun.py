@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from polyfed.errors import InputError, user_place
+from polyfed.errors import InputError, first_line, user_place
 
 
 @dataclass
@@ -97,12 +97,6 @@ def device_of(network: nn.Module) -> torch.device:
     """Where a network's parameters live."""
     tensors = chain(network.parameters(), network.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def first_line(error: Exception) -> str:
-    """An error of another library as part of our sentence."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".: ")
 
 
 def _enter(entered: list[str], path: str, layer: nn.Module, inputs: Any) -> None:

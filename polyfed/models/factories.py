@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 
-from polyfed.errors import InputError, PolyfedError, user_place
-from polyfed.models.dryrun import first_line
+from polyfed.errors import InputError, PolyfedError, first_line, user_place
 from polyfed.models.features import Match
 from polyfed.models.split import SplitNetwork, split_network
 
@@ -79,31 +74,6 @@ def factory_name(factory: Callable[..., object]) -> str:
         return factory_name(factory.func)
     name = getattr(factory, "__name__", type(factory).__name__)
     return "factory" if name == "<lambda>" else name
-
-
-def load_object(address: str) -> object:
-    """What "package.module:name" names; modules in the current directory are found too.
-
-    The directory stays on the import path, because a factory may import its neighbours only when it is called.
-    """
-    module_name, _, attribute = address.partition(":")
-    if not module_name or not attribute:
-        raise InputError(f"'{address}' does not name a network: write package.module:name.")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise InputError(
-            f"module '{module_name}' of '{address}' can't be imported: {first_line(error)}{user_place(error)}."
-        ) from error
-    if not hasattr(module, attribute):
-        near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "name a class or function that it defines."
-        raise InputError(f"module '{module_name}' has no '{attribute}': {hint}")
-    found: object = getattr(module, attribute)
-    return found
 
 
 def _arguments(

@@ -9,8 +9,9 @@ from typing import Literal, Protocol, TypeAlias, get_args
 import torch
 from torch import nn
 
+from polyfed.addresses import load_object
 from polyfed.errors import InputError, unknown_name
-from polyfed.models.factories import FromFactory, FromInstance, factory_name, load_object
+from polyfed.models.factories import FromFactory, FromInstance, factory_name
 from polyfed.models.features import Match, check_match, check_sizes
 from polyfed.models.groups import GROUP_TITLES, GROUPS, default_features
 from polyfed.models.heads import HEADS

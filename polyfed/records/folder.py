@@ -261,7 +261,11 @@ class RunFolder:
     @property
     def config(self) -> Experiment:
         """The experiment of this run."""
-        return read_experiment(self.path / "config.yaml")
+        return self.read_config()
+
+    def read_config(self, *, trust: bool = False) -> Experiment:
+        """The experiment of this run; `trust` allows a method that is code to be imported."""
+        return read_experiment(self.path / "config.yaml", trust=trust)
 
     @property
     def finished(self) -> bool:
@@ -336,6 +340,14 @@ class RunFolder:
                     raise InputError(f"'{self.path / 'models' / file}' is damaged or missing ({error}).") from error
         count = sum(len(entry["clients"]) for entry in self._content["finished"]["clients"])
         raise InputError(f"there is no client {client}; the run has {count} clients, from 0.")
+
+    def server_state(self) -> State:
+        """What the server remembered at the end of the run."""
+        self.summary()
+        try:
+            return load(StoredFile.from_dict(self._content["finished"]["server"]).read(self.path / "models"))
+        except Damaged as error:
+            raise InputError(f"the server's state in '{self.path / 'models'}' can't be read: {error}.") from error
 
     def _frame(self, name: str) -> pd.DataFrame:
         path = self.path / name

@@ -16,7 +16,7 @@ from polyfed.config import Experiment, share_of
 from polyfed.engines.base import Engine
 from polyfed.errors import RunError, clients_named
 from polyfed.evaluation import Evaluation
-from polyfed.message import Message, State
+from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
 from polyfed.profile import check_common, samples_known
 from polyfed.records import Restored, RunFolder
@@ -85,12 +85,10 @@ class Federation:
     def restore(self, saved: Restored) -> None:
         """Go on where a checkpoint stands."""
         self.server.round = saved.round
-        modules = {name: t for name, t in saved.server.items() if name.startswith("modules.")}
         try:
-            self.server.modules.load_state_dict({name.removeprefix("modules."): t for name, t in modules.items()})
+            self.server.load(saved.server)
         except RuntimeError as error:
             raise misfit("the server") from error
-        self.server.state = {n.removeprefix("state."): t for n, t in saved.server.items() if n not in modules}
         self.progress = Progress.from_dict(saved.progress)
         self.engine.restore(saved.round, saved.clients)
 
@@ -115,7 +113,7 @@ class Federation:
         """Write a checkpoint of the last finished round."""
         begin = time.perf_counter()
         try:
-            self.folder.save(self.server.round, self._server_state(), self.progress.to_dict(), self.engine.states)
+            self.folder.save(self.server.round, self.server.named_state(), self.progress.to_dict(), self.engine.states)
         except (OSError, MemoryError, RuntimeError) as error:
             # A full disk or a lack of memory must not end a run: the checkpoint before is still there.
             if not isinstance(error, OSError) and not out_of_memory(error):
@@ -124,11 +122,6 @@ class Federation:
             self.note(f"the checkpoint of round {self.server.round} could not be written ({reason})")
         self._last_checkpoint = time.perf_counter()
         self._checkpoint_seconds = self._last_checkpoint - begin
-
-    def _server_state(self) -> State:
-        """All that the server remembers, as named tensors."""
-        state: State = {f"state.{name}": tensor for name, tensor in self.server.state.items()}
-        return state | {f"modules.{name}": tensor for name, tensor in self.server.modules.state_dict().items()}
 
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round: so many of those that can be asked."""
@@ -308,6 +301,6 @@ class Federation:
             **self.progress.totals,
         }
         self.folder.finish(
-            self.server.round, self._server_state(), self.progress.to_dict(), rows, self.engine.states, summary
+            self.server.round, self.server.named_state(), self.progress.to_dict(), rows, self.engine.states, summary
         )
         return summary

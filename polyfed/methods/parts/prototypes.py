@@ -23,6 +23,7 @@ class PrototypeMethod(Method):
     shares = "class prototypes (mean features)"
     requires = ("features",)
     collect = Collect()
+    kept_fresh = ("prototypes",)
 
     class Config(Method.Config):
         weight: float | None = Field(

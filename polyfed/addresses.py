@@ -1,0 +1,58 @@
+"""Objects of the user's own by their address, `package.module:name`, and whether their code may be run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from difflib import get_close_matches
+from pathlib import Path
+
+from polyfed.errors import InputError, first_line
+
+_trusted: ContextVar[bool] = ContextVar("trusted", default=True)
+
+
+@contextmanager
+def trusting(trust: bool) -> Iterator[None]:
+    """Inside, code that settings name may be imported, or not: what a user typed is trusted, what files say is not."""
+    token = _trusted.set(trust)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def load_trusted(address: str, what: str) -> object:
+    """What an address names, if the user has allowed to run its code."""
+    if not _trusted.get():
+        raise InputError(
+            f"the {what} '{address}' is code that would be run: if you trust it, say so with --trust (in Python with "
+            "trust=True)."
+        )
+    return load_object(address)
+
+
+def load_object(address: str) -> object:
+    """What "package.module:name" names; modules in the current directory are found too.
+
+    The directory stays on the import path, because a factory may import its neighbours only when it is called.
+    """
+    module_name, _, attribute = address.partition(":")
+    if not module_name or not attribute:
+        raise InputError(f"'{address}' does not name an object: write package.module:name.")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(f"module '{module_name}' of '{address}' can't be imported: {first_line(error)}.") from error
+    if not hasattr(module, attribute):
+        near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "name a class or function that it defines."
+        raise InputError(f"module '{module_name}' has no '{attribute}': {hint}")
+    found: object = getattr(module, attribute)
+    return found
