@@ -25,6 +25,10 @@ class RunError(PolyfedError):
     """A run that started could not go on."""
 
 
+class ClientError(RunError):
+    """Code that a client runs has failed: a network, a loss, a dataset. The cause is the error as it was."""
+
+
 class BadMessage(PolyfedError):
     """A message has the wrong names, shapes, types or values; a reply that raises this is left out of its round."""
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import polyfed
-from polyfed import InputError, RunError, cli
-from polyfed.engines import SequentialEngine
+from polyfed import InputError, cli
+from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
+from polyfed.errors import ClientError
 from polyfed.message import Message
+from polyfed.methods.base import Method
 from polyfed.methods.lg_fedavg import LGFedAvg
 from polyfed.models import resolve
 from tests import support
@@ -164,11 +166,39 @@ def test_an_error_of_the_network_in_the_middle_of_a_run_is_one_sentence() -> Non
     engine = SequentialEngine(clients)
     engine.train(1, {0: Message()})
     engine.get_state(0)["model.extractor.broken"].fill_(1)
-    why = r"client 0 \(BuggyLater\) fails in your own code with: I am broken \(.*test_rehearsal.py, line \d+\)"
-    with pytest.raises(RunError, match=f"in the evaluation, {why}"):
+    who, why = r"client 0 \(BuggyLater\) failed in", r"I am broken \(.*test_rehearsal.py, line \d+\)"
+    with pytest.raises(ClientError, match=f"{who} the evaluation of round 2: {why}"):
         engine.evaluate([0], 2)
-    with pytest.raises(RunError, match=f"in round 2, {why}"):
+    when = r"round 2, phase 'model' on a batch of shape \(8, 1, 6, 6\)"
+    with pytest.raises(ClientError, match=f"{who} {when}: {why}") as caught:
         engine.train(2, {0: Message()})
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+class NeedsOdd(Method):
+    """A loss that fails in the second round, in no code of a network."""
+
+    name = "needs-odd"
+    title = paper = shares = "a test"
+    calls = 0
+
+    def receive(self, state: Any, message: Message, client: Any) -> Any:
+        NeedsOdd.calls = client.round
+        return {}
+
+    def loss(self, net: Any, batch: Any) -> Tensor:
+        if NeedsOdd.calls == 2:
+            raise KeyError("no such thing")
+        return super().loss(net, batch)
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, ThreadsEngine, VectorizedEngine])
+def test_an_error_in_a_loss_names_clients_round_and_phase_on_every_engine(tmp_path: Path, engine: Any) -> None:
+    NeedsOdd.calls = 0
+    run = support.federation(tmp_path, NeedsOdd, engine=engine, rounds=2, models=(support.Wide,))
+    with pytest.raises(ClientError, match=r"clients? .*\(Wide\) failed in round 2.*no such thing.*test_rehearsal.py"):
+        run.run()
+    run.engine.close()
 
 
 def scripted(network: nn.Module) -> Any:

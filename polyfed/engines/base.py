@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from polyfed.engines.client import round as local
 from polyfed.engines.client.flops import ClientFlops, measure
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench, hollow, state_of
-from polyfed.errors import PolyfedError, RunError, first_line, user_place
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
@@ -149,7 +147,7 @@ class LocalEngine(Engine):
         state = self.store.take(client)
         local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
-        with self._explained(f"round {round}", client):
+        with local.explained(self.population, [client], f"round {round}"):
             reply = local.train(self.population, client, network, round, self._client_flops(client))
         for name, buffer in network.named_buffers():  # one that the network has replaced, not changed in place
             if buffer is not state[name]:
@@ -165,24 +163,9 @@ class LocalEngine(Engine):
             state = {name: tensor.clone() for name, tensor in state.items()}
             local.receive(self.population, client, state, message, round)
         network = bench.network(client, self.population.architectures[client].name, state)
-        with self._explained("the evaluation", client), self.population.global_draws("evaluation", round, client):
-            return local.evaluate(self.population, client, network)
-
-    @contextmanager
-    def _explained(self, when: str, client: int) -> Iterator[None]:
-        """An error in the user's own code inside the block becomes one sentence that says where it arose."""
-        try:
-            yield
-        except (PolyfedError, OSError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            place = user_place(error)
-            if not place:
-                raise
-            name = self.population.architectures[client].name
-            raise RunError(
-                f"in {when}, client {client} ({name}) fails in your own code with: {first_line(error)}{place}."
-            ) from error
+        people, when = self.population, f"the evaluation of round {round}"
+        with local.explained(people, [client], when), people.global_draws("evaluation", round, client):
+            return local.evaluate(people, client, network)
 
     def first_state(self, client: int) -> State:
         """A copy of the weights with which the client begins."""

@@ -141,7 +141,8 @@ class VectorizedEngine(LocalEngine):
         too_large: list[list[int]] = []
         for clients in cohorts:
             try:
-                begun.append(self._begin(clients, downloads, round))
+                with local.explained(self.population, clients, f"round {round}"):
+                    begun.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
         if self._come_again(downloads, round):
@@ -149,7 +150,9 @@ class VectorizedEngine(LocalEngine):
         while begun:
             work = begun.popleft()
             try:
-                yield self._finish(work, round)
+                with local.explained(self.population, work.clients, f"round {round}"):
+                    answers = self._finish(work, round)
+                yield answers
             except torch.OutOfMemoryError:
                 too_large.append(work.clients)
             del work  # with its memory, which those that are tried again may need
@@ -250,7 +253,7 @@ class VectorizedEngine(LocalEngine):
     ) -> dict[int, Evaluation]:
         stack = self._stack(clients, round, downloads, keep=False)
         own = {name: tensor[: len(clients)] for name, tensor in stack.state.items()}
-        with torch.no_grad():
+        with torch.no_grad(), local.explained(self.population, clients, f"the evaluation of round {round}"):
             return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own)
 
     # Memory and shapes ------------------------------------------------------------------------------------------------

@@ -6,19 +6,20 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.compute import precision
+from polyfed.compute import out_of_memory, precision
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
 from polyfed.engines.client.sgd import sgd
 from polyfed.engines.client.workbench import state_of
-from polyfed.errors import DivergedError
+from polyfed.errors import ClientError, DivergedError, PolyfedError, clients_named, first_line, user_place
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
@@ -105,8 +106,11 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     visited, total = 0, torch.zeros((), device=device)
     sums: Tensor | None = None
     counts = torch.zeros(population.task.classes, dtype=torch.int64, device=device)
-    with sgd(groups, phase.lr or training.lr, training) as step:
+    shapes: list[str] = []
+    when = f"round {round}, phase '{phase.name}'"
+    with explained(population, [client], when, shapes), sgd(groups, phase.lr or training.lr, training) as step:
         for batch in batches(population, client, phase, round):
+            shapes[:] = [f"{tuple(batch.x.shape)}"]
             if len(batch.y) == 1 and not single_allowed:
                 result.notes = [left_out(phase)]
                 continue
@@ -132,6 +136,26 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     result.loss = float(total) / visited if visited else float("nan")
     result.tracked = means_from_sums(sums, counts) if sums is not None else None
     return result
+
+
+@contextmanager
+def explained(population: Population, clients: Sequence[int], when: str, shapes: Sequence[str] = ()) -> Iterator[None]:
+    """Inside, what goes wrong in a network, a loss or the data names the clients, the moment and the batch's shape.
+
+    The error itself, with its traceback, is the new one's cause.
+    """
+    try:
+        yield
+    except (PolyfedError, OSError):
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        name = population.architectures[clients[0]].name
+        batch = f" on a batch of shape {shapes[0]}" if shapes else ""
+        raise ClientError(
+            f"{clients_named(clients)} ({name}) failed in {when}{batch}: {first_line(error)}{user_place(error)}."
+        ) from error
 
 
 def check_loss(total: float, samples: int, client: int, round: int, phase: str) -> None:
