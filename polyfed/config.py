@@ -13,9 +13,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from polyfed.addresses import trusting
+from polyfed.data.given_test import TestSet
+from polyfed.data.partitions import Partition
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import find_method, register
 from polyfed.methods.base import Method, Training
+from polyfed.models.features import Match
+from polyfed.models.zoo import Assignment
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -40,16 +44,14 @@ class Experiment(BaseModel):
     method: dict[str, Any] = Field(description="name and options of the method")
     data: str = Field("digits", description="a dataset's name, or npz:PATH")
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
-    partition: Literal["shares", "pathological", "dirichlet", "iid"] = Field(
-        "shares", description="how samples are dealt out to clients"
-    )
+    partition: Partition = Field("shares", description="how samples are dealt out to clients")
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
     alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")
     min_samples: int | None = Field(
         None, ge=1, description="least samples of a client; none: 40 or half its fair share with dirichlet, 1 otherwise"
     )
     split: str = Field("8:1:1", description="train:validation:test within each client, or a paper's name")
-    test_set: Literal["auto", "apart", "pooled"] = Field(
+    test_set: TestSet = Field(
         "auto",
         description="a test set that comes with the data is kept apart or pooled with the rest; auto: apart for your "
         "own data, pooled for named datasets",
@@ -62,9 +64,9 @@ class Experiment(BaseModel):
         description="the layer that is the head in networks of your own, or one for each of them with commas between; "
         "none: the last linear one",
     )
-    assignment: Literal["cycle", "random"] = Field("cycle", description="how networks are dealt out to clients")
+    assignment: Assignment = Field("cycle", description="how networks are dealt out to clients")
     features: int | None = Field(None, ge=1, description="features every extractor gives; none: its own number")
-    match_features: Literal["pool", "project"] = Field(
+    match_features: Match = Field(
         "pool", description="reach that number by pooling along features or by a learned projection"
     )
     auxiliary: str | None = Field(

@@ -8,6 +8,7 @@ two draw from generators of their own, so the owners do not depend on the split.
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ __all__ = [
     "share_owners",
 ]
 
-PARTITIONS = ("shares", "pathological", "dirichlet", "iid")
+Partition = Literal["shares", "pathological", "dirichlet", "iid"]
+PARTITIONS: tuple[str, ...] = get_args(Partition)
 """The kinds of partition."""
 
 

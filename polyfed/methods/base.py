@@ -26,6 +26,7 @@ from polyfed.methods.parts.network import Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
+from polyfed.models.features import Match
 from polyfed.seeds import seeded, torch_generator
 
 __all__ = [
@@ -88,7 +89,7 @@ class Task:
     """How many features the clients' extractors have; of the first client's, where they may differ."""
     features: int | None = None
     """How many features every network is brought to; none: each keeps its own number."""
-    match: Literal["pool", "project"] = "pool"
+    match: Match = "pool"
 
     def new_model(self, architecture: Architecture | None = None, *, variant: str | int = "shared") -> SplitNetwork:
         """A freshly initialised network; every caller that asks for the same variant gets the same weights."""
@@ -119,7 +120,8 @@ class Phase:
     trains: tuple[str, ...]
     """Names of modules, such as `model`, `model.head` or `proxy`."""
     loss: Loss
-    """One value per sample; a pair (values, tracked vectors per sample) if `tracks`."""
+    """One value per sample; or a pair (values, vectors per sample), and the engine averages the vectors per class over
+    all visited samples into `Trained.tracked`."""
     epochs: int
     lr: float | None = None
     """Overrides the training's learning rate."""
@@ -133,8 +135,6 @@ class Phase:
     """Which part of the client's (once shuffled) training samples this phase sees."""
     augment: bool = True
     """False: this phase sees images as they are, even if training augments."""
-    tracks: bool = False
-    """The engine averages the tracked vectors per class over all visited samples into `Trained.tracked`."""
 
     def edges(self, samples: int) -> tuple[int, int]:
         """Where this phase's part begins and ends among so many samples; neighbouring parts share an edge."""

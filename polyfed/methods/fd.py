@@ -48,7 +48,7 @@ class FD(Method):
     def phases(self) -> list[Phase]:
         # The logits are gathered while the client trains, over all epochs, as in the paper: no pass of their own.
         loss = self.tracked_loss
-        return [Phase("model", trains=("model",), loss=loss, epochs=self.training.epochs, tracks=True)]
+        return [Phase("model", trains=("model",), loss=loss, epochs=self.training.epochs)]
 
     def tracked_loss(self, net: ClientNetwork, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss and the logits, per sample."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Literal
 
 from pydantic import Field, field_validator
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from polyfed.methods.parts.tools import cross_entropy, module_state
 from polyfed.models import ProxyExtractor, seed_dropout
 from polyfed.models.dryrun import dry_run, example_images
 from polyfed.models.factories import call_factory
+from polyfed.models.proxy import Activation
 
 
 class PFedES(Averaged):
@@ -38,7 +38,7 @@ class PFedES(Averaged):
         proxy_epochs: int | None = Field(
             None, ge=1, description="epochs of the proxy in a round; none: 5 if the model has 10, else as many as it"
         )
-        activation: Literal["relu", "none", "tanh"] = Field(
+        activation: Activation = Field(
             "relu", description="what the two convolutions end with: relu as the released code, none or tanh"
         )
         proxy: str = Field(
