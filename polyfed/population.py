@@ -14,6 +14,7 @@ from polyfed.data import ClientData, Dataset
 from polyfed.methods.base import Knowledge, MessageStep, Method, Task, Training
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Architecture
+from polyfed.models.networks import FromCatalogue
 from polyfed.profile import Profile
 from polyfed.seeds import derive, seeded, torch_generator
 
@@ -117,6 +118,11 @@ class Population:
             data={client: ClientData(next(edges), next(edges), next(edges)) for client in chosen},
             architectures={client: self.architectures[client] for client in chosen},
         )
+
+    def is_ours(self, client: int) -> bool:
+        """Whether the method and the client's network are polyfed's own, so that it is known what their code does."""
+        own_network = isinstance(self.architectures[client].maker, FromCatalogue)
+        return own_network and type(self.method).__module__.startswith("polyfed.methods.")
 
     def generator(self, purpose: str, round: int, client: int) -> torch.Generator:
         """Random draws of one client in one round, on the CPU."""

@@ -108,7 +108,8 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     counts = torch.zeros(population.task.classes, dtype=torch.int64, device=device)
     shapes: list[str] = []
     when = f"round {round}, phase '{phase.name}'"
-    with explained(population, [client], when, shapes), sgd(groups, phase.lr or training.lr, training) as step:
+    lr, early = phase.lr or training.lr, population.is_ours(client)
+    with explained(population, [client], when, shapes), sgd(groups, lr, training, early=early) as step:
         for batch in batches(population, client, phase, round):
             shapes[:] = [f"{tuple(batch.x.shape)}"]
             if len(batch.y) == 1 and not single_allowed:

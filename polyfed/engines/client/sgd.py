@@ -13,15 +13,18 @@ from polyfed.methods.base import Training
 
 
 @contextmanager
-def sgd(groups: Sequence[Sequence[nn.Parameter]], lr: float, training: Training) -> Iterator[Callable[[], None]]:
+def sgd(
+    groups: Sequence[Sequence[nn.Parameter]], lr: float, training: Training, *, early: bool = False
+) -> Iterator[Callable[[], None]]:
     """Inside, call what it gives after every `backward`: it takes the step and drops the gradients.
 
-    `groups` are the parameters of each trained module; gradients are clipped module by module. On a CPU, and unless
-    they are clipped, each parameter takes its step as soon as its gradient is there: gradients never fill memory all
-    together, and each is used while it is still in the cache. The numbers are those of torch.optim.SGD in both cases.
+    `groups` are the parameters of each trained module; gradients are clipped module by module. If `early`, on a CPU and
+    unless gradients are clipped, each parameter takes its step as soon as its gradient is there: gradients never fill
+    memory all together, and each is used while it is still in the cache. The numbers are those of torch.optim.SGD in
+    both cases, but only for code that uses no parameter behind autograd's back (`.data`): that would see it changed.
     """
     parameters = list(dict.fromkeys(parameter for group in groups for parameter in group))
-    if training.clip is None and all(parameter.device.type == "cpu" for parameter in parameters):
+    if early and training.clip is None and all(parameter.device.type == "cpu" for parameter in parameters):
         with _early_steps(parameters, lr, training.momentum, training.weight_decay) as stepped:
             yield stepped.clear
         return
