@@ -187,12 +187,16 @@ def _resume(
 ) -> Result:
     if not isinstance(data, Dataset | None):
         raise no_dataset(data)
+    if not isinstance(settings, Mapping):
+        raise InputError(f"settings is {settings!r}, but must be a mapping, such as {{'training': {{'lr': 0.01}}}}.")
+    if not isinstance(from_round, int | None):
+        raise InputError(f"from (the round to go back to) is {from_round!r}, but must be a whole number at least 0.")
     folder = RunFolder.open(Path(path))
     before = folder.config
     config = changed_settings(before, rounds, settings)
 
     def people() -> Population:
-        check_trusted(config, folder.path / "config.yaml", trust=trust, given=models is not None)
+        check_trusted(config, folder.path / "config.yaml", trust=trust, given=() if models is None else ("models",))
         with enough_memory("the experiment"):
             return assemble(located(config, folder.began_in), data, models)
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from polyfed import __version__, api
 from polyfed.assemble import find_device
 from polyfed.compute import machine_name
-from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment, typed
+from polyfed.config import PRESETS, Experiment, describe_range, merged, normal_form, parse_yaml, read_experiment, typed
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
 from polyfed.federation import Interrupted, Watcher
@@ -113,12 +113,13 @@ def run(
         "device": device, "eval_every": eval_every, "checkpoint_every": checkpoint_every,
     }  # fmt: skip
     # Numbers come as texts, so that they are checked with everything else, in the same words.
-    changes = {name: _number(name, value) for name, value in given.items() if value is not None}
-    changes = merged(changes, parse_settings(settings or []))
+    changes = together(
+        {name: _number(name, value) for name, value in given.items() if value is not None},
+        parse_settings(settings or []),
+    )
     if method.endswith((".yaml", ".yml")):
         config = read_experiment(Path(method), **changes)
-        if "models" not in changes:
-            check_trusted(config, Path(method), trust=trust)
+        check_trusted(config, Path(method), trust=trust, given={"models", "auxiliary"} & changes.keys())
     elif (Path(method) / "config.yaml").is_file():
         raise InputError(
             f"'{method}' is the folder of a run: go on with it by `polyfed resume {method}`, or run it again by "
@@ -135,10 +136,12 @@ def run(
 
 @app.command()
 def resume(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of an unfinished run")],
-    rounds: Annotated[int | None, typer.Option(help="go on to so many rounds, also if the run is finished")] = None,
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")],
+    rounds: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="go on to so many rounds, also if the run is finished")
+    ] = None,
     from_round: Annotated[
-        int | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
+        str | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME or training.NAME from now on")
@@ -153,10 +156,12 @@ def resume(
     if RunFolder.open(path).finished and rounds is None and not quiet:
         out_console.print("This run is already finished.")
     changes = parse_settings(settings or [])
+    number = None if rounds is None else _number("rounds", rounds)
+    back_to = None if from_round is None else _number("rounds", from_round)
     _show(
         quiet,
         lambda watcher: api.resume(
-            path, watcher=watcher, rounds=rounds, from_round=from_round, settings=changes, repair=repair, trust=trust
+            path, watcher=watcher, rounds=number, from_round=back_to, settings=changes, repair=repair, trust=trust
         ),
     )
 
@@ -268,6 +273,21 @@ def _number(name: str, text: str) -> Any:
         with suppress(ValueError):
             return kind(text)
     return text
+
+
+def together(options: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What options and --set say; neither wins if they disagree. A preset is what the others are laid over."""
+    presets = [{"preset": given["preset"]} for given in (options, settings) if "preset" in given]
+    before, after = (
+        normal_form({name: value for name, value in given.items() if name != "preset"}) for given in (options, settings)
+    )
+    for said, also in ((before, after), (before["training"], after["training"])):
+        for name in said.keys() & also.keys() - {"training"}:
+            if said[name] != also[name]:
+                raise InputError(
+                    f"{name} is {typed(said[name])} as an option and {typed(also[name])} by --set: keep one of them."
+                )
+    return merged(merged(presets[-1] if presets else {}, before), after)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
