@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -215,9 +215,10 @@ def _resume(
     population = people()
     folder.check_facts(facts(population))
     with folder.owned():
-        if folder.finished and longer:
-            folder.reopen()
-        return _go(config, population, folder, watcher, before=before, from_round=from_round, repair=repair)
+        found = folder.reopen(repair=repair) if folder.finished and longer else []
+        return _go(
+            config, population, folder, watcher, before=before, from_round=from_round, repair=repair, found=found
+        )
 
 
 def _create(out: str | Path | Callable[[], Path] | None, config: Experiment, found: Mapping[str, str]) -> RunFolder:
@@ -237,9 +238,10 @@ def _go(
     before: Experiment | None = None,
     from_round: int | None = None,
     repair: bool = False,
+    found: Sequence[str] = (),
     temporary: tempfile.TemporaryDirectory[str] | None = None,
 ) -> Result:
-    """Run all rounds that are left."""
+    """Run all rounds that are left; `found` is what was wrong with the records before."""
     if folder.finished:  # by another process, while this one was getting ready
         return Result(folder, folder.summary(), lambda: population)
     with explained(folder, config):
@@ -254,7 +256,7 @@ def _go(
             if saved is not None:
                 federation.restore(saved)
             _record_start(federation, machine_name(population.device), before)
-            for problem in problems:
+            for problem in [*found, *problems]:
                 federation.note(problem)
             summary = federation.run()
         finally:

@@ -132,10 +132,10 @@ class Checkpoints:
             except Damaged:
                 continue
         if problems:
+            more = "" if repair else "let clients whose states are lost start from their first weights (--repair), "
             raise InputError(
                 f"no checkpoint in '{self.folder}' is whole ({'; '.join(problems)}): put the files back if you have "
-                "them elsewhere, let clients whose states are lost start from their first weights (--repair), or start "
-                "the whole run again (--from 0)."
+                f"them elsewhere, {more}or start the whole run again (--from 0)."
             )
         return None
 
