@@ -33,6 +33,7 @@ app = typer.Typer(
     help="Model-heterogeneous personalised federated learning.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -104,7 +105,7 @@ def run(
     trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Run one experiment: one method on one federation."""
+    """Run one experiment. That is one method on one federation."""
     given = {
         "data": data, "partition": partition, "classes_per_client": classes_per_client, "alpha": alpha, "split": split,
         "test_set": test_set, "clients": clients, "participation": participation, "models": models,
@@ -152,7 +153,7 @@ def resume(
     trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Go on with an interrupted run, or with a finished one to more rounds."""
+    """Go on with a run. That is an interrupted one, or a finished one that gets more rounds."""
     if RunFolder.open(path).finished and rounds is None and not quiet:
         out_console.print("This run is already finished.")
     changes = parse_settings(settings or [])
@@ -168,19 +169,19 @@ def resume(
 
 @app.command()
 def methods(as_json: AsJson = False) -> None:
-    """The methods, with their papers, what is shared, and their options."""
+    """List the methods and their options. With their papers, and what clients share."""
     _print(as_json, tables.methods(), tables.methods_table(), tables.method_options_table())
 
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """The networks and groups of networks."""
+    """List the networks and groups of networks."""
     _print(as_json, tables.networks(), tables.networks_table())
 
 
 @app.command()
 def datasets(as_json: AsJson = False) -> None:
-    """The datasets, and where each comes from."""
+    """List the datasets, and where they come from."""
     _print(as_json, tables.datasets(), tables.datasets_table())
 
 
@@ -191,7 +192,7 @@ def bench(
     engine: Annotated[str, typer.Option(help="the engine to measure")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """How fast this machine runs federations, against the plain loop measured in the same run."""
+    """Measure how fast this machine is. Against the plain loop, measured in the same run."""
     from polyfed import bench as benchmark  # only this command needs it
 
     results = []

@@ -323,6 +323,19 @@ def test_methods_in_json_have_documented_options(shell: Shell) -> None:
     assert (weight["default"], weight["range"]) == (None, "a number at least 0, or none")
 
 
+@pytest.mark.parametrize("command", [(), ("run",), ("resume",), ("methods",), ("bench",)])
+def test_help_is_plain_text_of_80_columns(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Without frames, which get in the way of copying, and without words that are cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    text = shell(*command, "--help").output
+    assert max(map(len, text.splitlines())) <= 80
+    assert not set("│╭─╰") & set(text)
+    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "")
+
+
 def test_help_describes_every_option(shell: Shell) -> None:
     ended = shell("run", "--help")
     assert ended.status == 0
