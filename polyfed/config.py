@@ -184,7 +184,7 @@ def read_experiment(path: str | Path, **changes: Any) -> Experiment:
         raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
     except RepeatedKey as error:
         raise InputError(f"'{path}' {error}: keep one of them.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         detail = " ".join(str(error).split())
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):

@@ -384,7 +384,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     """A line of events.jsonl; None if a kill or a fault left something else."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(event, dict) and "event" in event and isinstance(event.get("round", 0), int)
     return event if whole else None

@@ -217,6 +217,28 @@ def test_a_summary_that_is_not_the_run_s_is_no_result(tmp_path: Path) -> None:
             folder.summary()
 
 
+@pytest.mark.parametrize("part", ["settings", "facts"])
+@pytest.mark.parametrize("value", [3, None, []])
+def test_a_run_json_with_parts_of_another_kind_is_refused(tmp_path: Path, part: str, value: Any) -> None:
+    path = new_folder(tmp_path).path
+    content = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**content, part: value}))
+    with pytest.raises(InputError, match="run.json' is damaged"):
+        RunFolder.open(path)
+
+
+def test_files_that_are_nested_without_end_are_refused(tmp_path: Path) -> None:
+    path = new_folder(tmp_path).path
+    (path / "events.jsonl").write_text("[" * 100_000 + "\n")
+    assert RunFolder.open(path).events() == []
+    (path / "config.yaml").write_text("[" * 3000)
+    with pytest.raises(InputError, match="config.yaml' is not valid YAML"):
+        _ = RunFolder.open(path).config
+    (path / "run.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="run.json' is damaged"):
+        RunFolder.open(path)
+
+
 @pytest.mark.parametrize("end", [True, {}, [1], {"round": 1}, "x"])
 def test_a_run_json_with_a_strange_end_is_refused(tmp_path: Path, end: Any) -> None:
     folder = new_folder(tmp_path)
