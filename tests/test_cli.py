@@ -89,6 +89,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--set", "nonsense"), "--set takes NAME=VALUE, .* not 'nonsense'"),
         (("standalone", "--lr", "1", "--set", "training.lr=2"), "lr is 1 as an option and 2 by --set: keep one"),
         (("standalone", "--rounds", "1", "--set", "rounds=2"), "rounds is 1 as an option and 2 by --set: keep one"),
+        (("standalone", "--set", "head={1: 2}"), r"head is \{1: 2\}, but must be text"),
         (("standalone", "--set", "rouns=3"), "unknown setting 'rouns': did you mean 'rounds'?"),
         (("standalone", "--set", "a.b=3"), "--set knows method.NAME, training.NAME and plain settings, not 'a.b'"),
         (("standalone", "--set", "training.momentun=1"), "did you mean 'momentum'?"),
