@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from polyfed.addresses import trusting
 from polyfed.assemble import PYTHON, assemble, facts
 from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment
@@ -212,13 +213,17 @@ def _resume(
 ) -> Result:
     if not isinstance(data, Dataset | None):
         raise no_dataset(data)
+    if not isinstance(settings, Mapping):
+        raise InputError(f"settings is {settings!r}, but must be a mapping, such as {{'training': {{'lr': 0.01}}}}.")
+    if not isinstance(from_round, int | None):
+        raise InputError(f"from (the round to go back to) is {from_round!r}, but must be a whole number at least 0.")
     folder = RunFolder.open(Path(path))
     before = folder.read_config(trust=trust)
     config = changed_settings(before, rounds, settings)
 
     def people() -> Population:
-        check_trusted(config, folder.path / "config.yaml", trust=trust, given=models is not None)
-        with enough_memory("the experiment"):
+        check_trusted(config, folder.path / "config.yaml", trust=trust, given=() if models is None else ("models",))
+        with enough_memory("the experiment"), trusting(trust):
             return assemble(located(config, folder.began_in), data, models)
 
     longer = rounds is not None and folder.finished and rounds > before.rounds
@@ -236,9 +241,10 @@ def _resume(
     population = people()
     folder.check_facts(facts(population))
     with folder.owned():
-        if folder.finished and longer:
-            folder.reopen()
-        return _go(config, population, folder, watcher, before=before, from_round=from_round, repair=repair)
+        found = folder.reopen(repair=repair) if folder.finished and longer else []
+        return _go(
+            config, population, folder, watcher, before=before, from_round=from_round, repair=repair, found=found
+        )
 
 
 def _create(out: str | Path | Callable[[], Path] | None, config: Experiment, found: Mapping[str, str]) -> RunFolder:
@@ -258,9 +264,10 @@ def _go(
     before: Experiment | None = None,
     from_round: int | None = None,
     repair: bool = False,
+    found: Sequence[str] = (),
     temporary: tempfile.TemporaryDirectory[str] | None = None,
 ) -> Result:
-    """Run all rounds that are left."""
+    """Run all rounds that are left; `found` is what was wrong with the records before."""
     if folder.finished:  # by another process, while this one was getting ready
         return Result(folder, folder.summary(), lambda: population)
     with explained(folder, config):
@@ -275,7 +282,7 @@ def _go(
             if saved is not None:
                 federation.restore(saved)
             _record_start(federation, machine_name(population.device), before)
-            for problem in problems:
+            for problem in [*found, *problems]:
                 federation.note(problem)
             summary = federation.run()
         finally:

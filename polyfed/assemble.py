@@ -120,12 +120,14 @@ def facts(population: Population) -> dict[str, str]:
 
 
 def _look(architecture: Architecture, example: SplitNetwork) -> str:
-    """What a network looks like; with its weights if they were given and are not drawn."""
-    return _hash(example.state_dict(), values=isinstance(architecture.maker, FromInstance))
+    """What a network looks like, by its layers; with its weights if they were given and are not drawn."""
+    layers = "\n".join(f"{name} {type(layer).__name__}" for name, layer in example.named_modules())
+    values = isinstance(architecture.maker, FromInstance)
+    return _hash(example.state_dict(), values=values, layers=layers)
 
 
-def _hash(tensors: Mapping[str, Tensor], *, values: bool) -> str:
-    found = hashlib.blake2b(digest_size=8)
+def _hash(tensors: Mapping[str, Tensor], *, values: bool, layers: str = "") -> str:
+    found = hashlib.blake2b(layers.encode(), digest_size=8)
     for name, tensor in tensors.items():
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if values:

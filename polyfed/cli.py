@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +17,10 @@ import yaml
 from pydantic import BaseModel
 
 from polyfed import __version__, api
+from polyfed.addresses import trusting
 from polyfed.assemble import find_device
 from polyfed.compute import machine_name
-from polyfed.config import PRESETS, Experiment, describe_range, merged, parse_yaml, read_experiment, typed
+from polyfed.config import PRESETS, Experiment, describe_range, merged, normal_form, parse_yaml, read_experiment, typed
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
 from polyfed.methods.base import Training
@@ -33,6 +34,7 @@ app = typer.Typer(
     help="Model-heterogeneous personalised federated learning.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -104,7 +106,7 @@ def run(
     trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Run one experiment: one method on one federation."""
+    """Run one experiment. That is one method on one federation."""
     given = {
         "data": data, "partition": partition, "classes_per_client": classes_per_client, "alpha": alpha, "split": split,
         "test_set": test_set, "clients": clients, "participation": participation, "models": models,
@@ -113,12 +115,14 @@ def run(
         "device": device, "eval_every": eval_every, "checkpoint_every": checkpoint_every,
     }  # fmt: skip
     # Numbers come as texts, so that they are checked with everything else, in the same words.
-    changes = {name: _number(name, value) for name, value in given.items() if value is not None}
-    changes = merged(changes, parse_settings(settings or []))
-    if method.endswith((".yaml", ".yml")):
+    changes = together(
+        {name: _number(name, value) for name, value in given.items() if value is not None},
+        parse_settings(settings or []),
+    )
+    from_file = method.endswith((".yaml", ".yml"))
+    if from_file:
         config = read_experiment(Path(method), trust=trust, **changes)
-        if "models" not in changes:
-            check_trusted(config, Path(method), trust=trust)
+        check_trusted(config, Path(method), trust=trust, given={"models", "auxiliary"} & changes.keys())
     elif (Path(method) / "config.yaml").is_file():
         raise InputError(
             f"'{method}' is the folder of a run: go on with it by `polyfed resume {method}`, or run it again by "
@@ -130,15 +134,18 @@ def run(
         raise InputError("--out is empty: name the run's folder, or leave --out away for a new one under runs/.")
     values = config.model_dump()
     folder = Path(out) if out else NextFolder(config)
-    _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))
+    with trusting(trust or not from_file or "proxy" in changes.get("method", {})):
+        _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))
 
 
 @app.command()
 def resume(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of an unfinished run")],
-    rounds: Annotated[int | None, typer.Option(help="go on to so many rounds, also if the run is finished")] = None,
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")],
+    rounds: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="go on to so many rounds, also if the run is finished")
+    ] = None,
     from_round: Annotated[
-        int | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
+        str | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME or training.NAME from now on")
@@ -149,33 +156,35 @@ def resume(
     trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Go on with an interrupted run, or with a finished one to more rounds."""
+    """Go on with a run. That is an interrupted one, or a finished one that gets more rounds."""
     if RunFolder.open(path).finished and rounds is None and not quiet:
         out_console.print("This run is already finished.")
     changes = parse_settings(settings or [])
+    number = None if rounds is None else _number("rounds", rounds)
+    back_to = None if from_round is None else _number("rounds", from_round)
     _show(
         quiet,
         lambda watcher: api.resume(
-            path, watcher=watcher, rounds=rounds, from_round=from_round, settings=changes, repair=repair, trust=trust
+            path, watcher=watcher, rounds=number, from_round=back_to, settings=changes, repair=repair, trust=trust
         ),
     )
 
 
 @app.command()
 def methods(as_json: AsJson = False) -> None:
-    """The methods, with their papers, what is shared, and their options."""
+    """List the methods and their options. With their papers, and what clients share."""
     _print(as_json, tables.methods(), tables.methods_table(), tables.method_options_table())
 
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """The networks and groups of networks."""
+    """List the networks and groups of networks."""
     _print(as_json, tables.networks(), tables.networks_table())
 
 
 @app.command()
 def datasets(as_json: AsJson = False) -> None:
-    """The datasets, and where each comes from."""
+    """List the datasets, and where they come from."""
     _print(as_json, tables.datasets(), tables.datasets_table())
 
 
@@ -186,7 +195,7 @@ def bench(
     engine: Annotated[str, typer.Option(help="the engine to measure")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """How fast this machine runs federations, against the plain loop measured in the same run."""
+    """Measure how fast this machine is. Against the plain loop, measured in the same run."""
     from polyfed import bench as benchmark  # only this command needs it
 
     results = []
@@ -268,6 +277,21 @@ def _number(name: str, text: str) -> Any:
         with suppress(ValueError):
             return kind(text)
     return text
+
+
+def together(options: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What options and --set say; neither wins if they disagree. A preset is what the others are laid over."""
+    presets = [{"preset": given["preset"]} for given in (options, settings) if "preset" in given]
+    before, after = (
+        normal_form({name: value for name, value in given.items() if name != "preset"}) for given in (options, settings)
+    )
+    for said, also in ((before, after), (before["training"], after["training"])):
+        for name in said.keys() & also.keys() - {"training"}:
+            if said[name] != also[name]:
+                raise InputError(
+                    f"{name} is {typed(said[name])} as an option and {typed(also[name])} by --set: keep one of them."
+                )
+    return merged(merged(presets[-1] if presets else {}, before), after)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

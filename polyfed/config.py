@@ -192,7 +192,7 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
     except RepeatedKey as error:
         raise InputError(f"'{path}' {error}: keep one of them.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         detail = " ".join(str(error).split())
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
@@ -294,7 +294,8 @@ def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
 def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> InputError:
     """The first complaint of a validation as one sentence that names the field, the value and what is allowed."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
+    # Behind a setting's name there may be the kind that a value was tried as, which says nothing to a user.
+    path = [str(part) for part in first["loc"]][: 2 if first["loc"][:1] == ("training",) else 1]
     name = label.format(".".join(path) or "value")
     if first["type"] == "extra_forbidden":
         known = list((model if len(path) == 1 else Training).model_fields)

@@ -42,11 +42,13 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
 
     >>> str(unknown_name("method", "fedprot", ["fedproto", "fedavg"]))
     "unknown method 'fedprot': did you mean 'fedproto'? Known: fedavg, fedproto."
+    >>> str(unknown_name("method", "?", ["fedproto", "fedavg"]))
+    "unknown method '?'; there are fedavg, fedproto."
     """
     names = sorted(known)
     near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return InputError(f"unknown {kind} '{name}': {hint}Known: {', '.join(names)}.")
+    hint = f": did you mean '{near[0]}'? Known:" if near else "; there are"
+    return InputError(f"unknown {kind} '{name}'{hint} {', '.join(names)}.")
 
 
 def clients_named(clients: Sequence[int]) -> str:

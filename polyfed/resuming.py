@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,14 @@ def differences(before: Experiment, after: Experiment) -> list[str]:
     return [f"{name} is {shown(new[name])}, not {shown(old.get(name))}" for name in new if new[name] != old.get(name)]
 
 
-def check_trusted(config: Experiment, source: Path, *, trust: bool, given: bool = False) -> None:
+def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Collection[str] = ()) -> None:
     """Raise if a file's settings name code to import and the user has not allowed it.
 
-    `given`: the networks were handed over, so their name in the settings is not looked up.
+    `given`: which of `models` and `auxiliary` are the user's own word, not the file's.
     """
-    named = [] if given or config.models.startswith(PYTHON) else config.models.split(",")
-    code = [name.strip() for name in [*named, config.auxiliary or ""] if ":" in name]
+    models = [] if config.models.startswith(PYTHON) else config.models.split(",")
+    named = {"models": models, "auxiliary": [config.auxiliary or ""]}
+    code = [name.strip() for what, names in named.items() if what not in given for name in names if ":" in name]
     if code and not trust:
         raise InputError(
             f"'{source}' names code that would be run, '{code[0]}': if you trust it, say so with --trust (in Python "

@@ -47,7 +47,7 @@ def seeded(seed: int, *purpose: str | int, device: torch.device | None = None) -
     """
     chosen = derive(seed, *purpose)
     devices = [device] if device is not None and device.type == "cuda" else []
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=devices), _others_restored():
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=devices), others_restored():
         torch.manual_seed(chosen)
         random.seed(chosen)
         np.random.seed(chosen % 2**32)
@@ -57,7 +57,7 @@ def seeded(seed: int, *purpose: str | int, device: torch.device | None = None) -
 @contextmanager
 def watched() -> Iterator[Callable[[], bool]]:
     """Gives a function that tells whether the block has drawn from a global generator; restores them afterwards."""
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]), _others_restored():
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]), others_restored():
         before = _global_states()
         yield lambda: _global_states() != before
 
@@ -68,7 +68,8 @@ def _global_states() -> tuple[object, ...]:
 
 
 @contextmanager
-def _others_restored() -> Iterator[None]:
+def others_restored() -> Iterator[None]:
+    """Put the global generators of Python and numpy back as they were before the block."""
     python, numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield

@@ -87,6 +87,9 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--device", "cuda:77"), "device is 'cuda:77', which this machine does not have"),
         (("standalone", "--device", "meta"), "device is 'meta', which this machine does not have"),
         (("standalone", "--set", "nonsense"), "--set takes NAME=VALUE, .* not 'nonsense'"),
+        (("standalone", "--lr", "1", "--set", "training.lr=2"), "lr is 1 as an option and 2 by --set: keep one"),
+        (("standalone", "--rounds", "1", "--set", "rounds=2"), "rounds is 1 as an option and 2 by --set: keep one"),
+        (("standalone", "--set", "head={1: 2}"), r"head is \{1: 2\}, but must be text"),
         (("standalone", "--set", "rouns=3"), "unknown setting 'rouns': did you mean 'rounds'?"),
         (("standalone", "--set", "a.b=3"), "--set knows method.NAME, training.NAME and plain settings, not 'a.b'"),
         (("standalone", "--set", "training.momentun=1"), "did you mean 'momentum'?"),
@@ -231,6 +234,15 @@ def test_options_and_settings_reach_the_experiment(shell: Shell, tmp_path: Path)
     assert (training.clip, training.augment) == (None, False)
 
 
+def test_a_proxy_that_a_file_names_is_code_too(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "proxied.yaml").write_text(
+        "method: {name: pfedes, proxy: 'no_such_module_of_a_stranger:Proxy'}\nmodels: cnn5\nclients: 2\nrounds: 1\n"
+    )
+    ended = shell("run", "proxied.yaml")
+    assert (ended.status, "is code that would be run" in ended.error) == (2, True)
+    assert "can't be imported" in shell("run", "proxied.yaml", "--trust").error
+
+
 def test_runs_that_start_together_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = NextFolder(experiment(method="fedproto"))
@@ -247,6 +259,43 @@ def test_a_run_s_config_runs_again_to_the_same_numbers(shell: Shell, tmp_path: P
     assert one.rounds().drop(columns="seconds").equals(two.rounds().drop(columns="seconds"))
     assert one.config == two.config
     assert yaml.safe_load((tmp_path / "one/config.yaml").read_text())["versions"].keys() >= {"torch", "polyfed"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ((), True),
+        (("--models", "cnn5"), True),
+        (("--models", "cnn5", "--set", "auxiliary=cnn5"), False),
+        (("--trust",), False),
+    ],
+)
+def test_code_that_a_file_names_is_not_imported_without_trust(
+    shell: Shell, tmp_path: Path, arguments: tuple[str, ...], refused: bool
+) -> None:
+    """Also if only the other of the two settings that can name code was replaced."""
+    (tmp_path / "code.yaml").write_text("method: fml\nmodels: tests.support:Narrow\nauxiliary: no.such.module:Net\n")
+    ended = shell("run", "code.yaml", "--clients", "2", "--rounds", "1", "--split", "9-9", *arguments)
+    assert ended.status == 2
+    assert ("names code that would be run" in ended.error) == refused
+
+
+def test_a_preset_is_what_options_and_settings_are_laid_over(shell: Shell, tmp_path: Path) -> None:
+    for number, chosen in enumerate((("--preset", "paper"), ("--set", "preset=paper"))):
+        options = ("--lr", "0.5", "--set", "training.momentum=0.25", "--out", str(number), "-q")
+        assert shell("run", "standalone", *SMALL, *chosen, *options).status == 0
+        training = RunFolder.open(tmp_path / str(number)).config.training
+        assert (training.lr, training.momentum, training.batch_size) == (0.5, 0.25, 64)
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--from"])
+@pytest.mark.parametrize("number", ["abc", "2.5"])
+def test_numbers_of_resume_are_refused_in_the_same_words(shell: Shell, option: str, number: str) -> None:
+    assert shell("run", "standalone", *SMALL, "--out", "run", "-q").status == 0
+    ended = shell("resume", "run", option, number, "--trust", "-q")
+    assert ended.status == 2
+    assert re.search(r"is ('abc'|2.5), but must be a whole number at least \d", ended.error)
+    assert is_one_sentence(ended.error)
 
 
 def test_resume_needs_a_run(shell: Shell) -> None:
@@ -282,6 +331,19 @@ def test_methods_in_json_have_documented_options(shell: Shell) -> None:
             assert option["description"], f"{entry['name']}: {option['name']}"
     weight = next(option for option in listed["fedproto"]["options"] if option["name"] == "weight")
     assert (weight["default"], weight["range"]) == (None, "a number at least 0, or none")
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("resume",), ("methods",), ("bench",)])
+def test_help_is_plain_text_of_80_columns(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Without frames, which get in the way of copying, and without words that are cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    text = shell(*command, "--help").output
+    assert max(map(len, text.splitlines())) <= 80
+    assert not set("│╭─╰") & set(text)
+    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "")
 
 
 def test_help_describes_every_option(shell: Shell) -> None:

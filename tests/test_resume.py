@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from torch import nn
 
 import polyfed
 from polyfed import Watcher, cli
@@ -319,6 +320,38 @@ def test_other_networks_of_the_same_name_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(polyfed.InputError, match="the network Narrow is one with hash .*, but the run .* began with"):
         polyfed.resume(run, data=support.tiny_dataset(), models=[support.Wide, Narrow])
+
+
+def test_networks_of_other_names_are_refused(tmp_path: Path) -> None:
+    """The settings only say that networks came from Python, so this is seen by the networks themselves."""
+    run = stopped(tmp_path / "run")
+
+    class Other(support.Narrow):
+        """The same by another name: its clients would start from other weights."""
+
+    for models in ([support.Wide, Other], [support.Wide], [support.Wide, support.Narrow, Other]):
+        with pytest.raises(polyfed.InputError, match=r"the network (Other is new|Narrow is gone).*start a new run"):
+            polyfed.resume(run, data=support.tiny_dataset(), models=models)
+
+
+def test_networks_with_other_layers_of_the_same_weights_are_refused(tmp_path: Path) -> None:
+    def with_activation(layer: type[nn.Module]) -> Callable[[int], nn.Module]:
+        def net(classes: int) -> nn.Module:
+            return nn.Sequential(nn.Flatten(), nn.Linear(36, 5), layer(), nn.Linear(5, classes))
+
+        return net
+
+    settings = {**support.DEFAULTS, "method": "standalone", "rounds": 3, "data": support.tiny_dataset()}
+    with pytest.raises(Interrupted):
+        polyfed.run(**settings, models=with_activation(nn.ReLU), out=tmp_path / "run", watcher=StopAfterTwo())
+    with pytest.raises(polyfed.InputError, match="the network net is one with hash"):
+        polyfed.resume(tmp_path / "run", data=settings["data"], models=with_activation(nn.Tanh))
+
+
+def test_settings_for_resume_are_a_mapping(tmp_path: Path) -> None:
+    run = stopped(tmp_path / "run")
+    with pytest.raises(polyfed.InputError, match="settings is .*, but must be a mapping, such as"):
+        polyfed.resume(run, **tiny(), settings=["lr"])  # type: ignore[arg-type]
 
 
 def test_a_given_network_with_other_weights_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def join_arrays(
     _check_pairs(images, labels, name)
     if x_test is None or y_test is None:
         return images, labels, 0
+    if len(x_test) == 0 and len(y_test) == 0:
+        raise InputError(f"dataset '{name}' has an empty test set: leave x_test and y_test out, or fill them.")
     test_images, test_labels = _images(x_test, name), _labels(y_test, name)
     _check_pairs(test_images, test_labels, name)
     if test_images.dtype != images.dtype or test_images.shape[1:] != images.shape[1:]:
@@ -75,11 +77,18 @@ def measured_dataset(
     class_names: Sequence[str] | None = None,
 ) -> Dataset:
     """A dataset that is normalised with the statistics of its own training images."""
+    if isinstance(class_names, str):
+        raise InputError(f"class_names is the text '{class_names}': give a list with a name for each class.")
     training = images[: len(images) - official_test]
     mean, std = channel_statistics(training) if images.dtype == torch.uint8 else ((), ())
     names = () if class_names is None else tuple(str(each) for each in class_names)
     if classes is None:
         classes = len(names) or _count_classes(labels, name)
+        if names and int(labels.max()) >= classes:
+            raise InputError(
+                f"dataset '{name}' has labels up to {int(labels.max())}, but {classes} class_names: give a name for "
+                f"each class, so {int(labels.max()) + 1} of them, or more."
+            )
     return Dataset(name, images, labels, classes, mean, std, official_test, class_names=names)
 
 
@@ -166,7 +175,10 @@ def _check_floats(tensor: Tensor, name: str) -> None:
             f"{what}) at index {first}: replace such values, or leave these samples out."
         )
     low, high = float(tensor.min()), float(tensor.max())
-    if tensor.ndim == 4 and low >= 0 and PIXELS_FROM < high <= 255 and {1, 3, 4} & {tensor.shape[1], tensor.shape[3]}:
+    images = tensor.ndim == 4 and bool({1, 3, 4} & {tensor.shape[1], tensor.shape[3]})
+    # Without an axis for channels it may be any table; one of whole numbers up to 255 is a grey image.
+    grey = tensor.ndim == 3 and min(tensor.shape[1:]) >= 8 and bool((tensor == tensor.round()).all())
+    if low >= 0 and PIXELS_FROM < high <= 255 and (images or grey):
         raise InputError(
             f"dataset '{name}' has float images with values from {low:g} to {high:g}, which look like pixels of 0 to "
             f"255: give them as uint8 (x.astype('uint8')), and they are normalised, or normalise them yourself."

@@ -53,7 +53,7 @@ def parse_split(split: str) -> Ratio:
     """
     if re.search("[a-z]", split, re.IGNORECASE):
         if split.lower() not in SPLITS:
-            raise unknown_name("split", split, SPLITS)
+            raise unknown_name("split", split, ["train:validation:test such as 8:1:1", *SPLITS])
         split = SPLITS[split.lower()]
     numbers = split.split(":")
     usable = len(numbers) in (2, 3) and all(re.fullmatch(r"\s*\d{1,4}(\.\d{1,4})?\s*", number) for number in numbers)

@@ -7,7 +7,7 @@ from copy import deepcopy
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from polyfed.addresses import load_object
+from polyfed.addresses import load_trusted
 from polyfed.errors import InputError
 from polyfed.message import State
 from polyfed.methods.base import Batch, ClientNetwork, Phase, SplitNetwork, Task
@@ -96,7 +96,7 @@ class PFedES(Averaged):
 
 def own_proxy(address: str, task: Task) -> nn.Module:
     """The user's own proxy extractor, or an error that says why it can't be one."""
-    found = load_object(address)
+    found = load_trusted(address, "proxy")
     if isinstance(found, nn.Module):
         proxy = deepcopy(found)
     elif callable(found):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from polyfed.errors import InputError, first_line, user_place
+from polyfed.seeds import others_restored
 
 
 @dataclass
@@ -62,7 +63,7 @@ def dry_run(
 
 @contextmanager
 def undisturbed(network: nn.Module) -> Iterator[None]:
-    """Evaluate a network inside the block and leave its buffers, its training flags and torch's generators alone."""
+    """Evaluate a network inside the block and leave its buffers, its training flags and the global generators alone."""
     modules = list(network.modules())
     training = [module.training for module in modules]
     buffers = [
@@ -74,7 +75,8 @@ def undisturbed(network: nn.Module) -> Iterator[None]:
     device = device_of(network)
     network.eval()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), others_restored(), torch.no_grad():
             yield
     finally:
         for module, flag in zip(modules, training, strict=True):

@@ -105,7 +105,7 @@ def _heads(own: list[str], head: Head) -> dict[str, str | None]:
         short = {name.rpartition(":")[2]: name for name in own}
         for name in head:
             if name not in own and name not in short:
-                raise unknown_name("network in head", name, [*own, *short])
+                raise unknown_name("network in head", name, {*own, *short})
         return {short.get(name, name): layer for name, layer in head.items()}
     named = [part.strip() for part in head.split(",")] if isinstance(head, str) else list(head or [None])
     if len(named) == 1:

@@ -21,7 +21,7 @@ from safetensors.torch import load
 from polyfed.errors import InputError
 from polyfed.message import State, state_bytes
 from polyfed.records import disk
-from polyfed.records.log import Extent
+from polyfed.records.log import Extent, digest
 from polyfed.records.states import ClientStates, Damaged, Shard, StoredFile, copy_name, write_file, write_shards
 
 NEWEST = "manifest.json"
@@ -59,7 +59,7 @@ class Manifest:
         """Read what `to_json` wrote; raises `Damaged` for anything else."""
         try:
             values = json.loads(text)
-            return Manifest(
+            manifest = Manifest(
                 str(values["run"]),
                 int(values["round"]),
                 StoredFile.from_dict(values["server"]),
@@ -67,11 +67,19 @@ class Manifest:
                 tuple(Shard.from_dict(shard) for shard in values["clients"]),
                 {str(name): Extent(**extent) for name, extent in values["records"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"it can't be read ({error})") from error
+        if values.get("hash") != manifest.hash:
+            raise Damaged("it is not as it was written")
+        return manifest
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "hash": self.hash})
+
+    @property
+    def hash(self) -> str:
+        """Tells whether a number in it has changed, which would be believed otherwise."""
+        return digest(json.dumps(asdict(self)).encode())
 
     @property
     def files(self) -> set[str]:
@@ -132,10 +140,10 @@ class Checkpoints:
             except Damaged:
                 continue
         if problems:
+            more = "" if repair else "let clients whose states are lost start from their first weights (--repair), "
             raise InputError(
                 f"no checkpoint in '{self.folder}' is whole ({'; '.join(problems)}): put the files back if you have "
-                "them elsewhere, let clients whose states are lost start from their first weights (--repair), or start "
-                "the whole run again (--from 0)."
+                f"them elsewhere, {more}or start the whole run again (--from 0)."
             )
         return None
 
@@ -228,12 +236,16 @@ class Checkpoints:
                 f"a checkpoint is damaged, so the run goes on after round {manifest.round}: {'; '.join(problems)}"
             )
         server, progress = (entry.read(self.folder) for entry in (manifest.server, manifest.progress))
+        try:
+            state, content = load(server), dict(json.loads(progress))
+        except Exception as error:  # safetensors has errors of its own
+            raise Damaged(f"the server's state can't be read ({error})") from error
         whole = [shard for shard in manifest.clients if shard not in lost]
         self._current = Manifest(**{**vars(manifest), "clients": tuple(whole)})
         return Restored(
             manifest.round,
-            load(server),
-            json.loads(progress),
+            state,
+            content,
             ClientStates(self.folder, whole),
             manifest.records,
             tuple(notes),

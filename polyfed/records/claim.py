@@ -24,10 +24,11 @@ def read_claim(path: Path) -> dict[str, Any]:
     """What run.json says; empty if there is none, or if it is damaged."""
     try:
         content = json.loads((path / "run.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     token = content.get("id") if isinstance(content, dict) else None
-    sound = isinstance(token, str) and len(token) == 8 and not set(token) - set("0123456789abcdef")
+    named = isinstance(token, str) and len(token) == 8 and not set(token) - set("0123456789abcdef")
+    sound = named and all(isinstance(content.get(part, {}), dict) for part in ("settings", "facts"))
     return dict(content) if sound else {}
 
 

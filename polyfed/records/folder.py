@@ -19,7 +19,6 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -34,18 +33,10 @@ from polyfed.message import State, state_bytes
 from polyfed.records import disk
 from polyfed.records.checkpoint import Checkpoints, Restored
 from polyfed.records.claim import check_free, locked, new_id, read_claim, taken
+from polyfed.records.ending import Ending
 from polyfed.records.log import Extent, Log
-from polyfed.records.origin import check_same, fixed_settings
-from polyfed.records.states import (
-    ClientStates,
-    Damaged,
-    Shard,
-    States,
-    StoredFile,
-    read_client,
-    write_file,
-    write_models,
-)
+from polyfed.records.origin import check_same, check_same_names, fixed_settings
+from polyfed.records.states import ClientStates, Damaged, States, read_client, write_file, write_models
 
 ROUND_COLUMNS = (
     "round", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile", "loss_mean", "participants",
@@ -59,7 +50,8 @@ CLIENT_COLUMNS = (
     "accuracy_final", "accuracy_at_best_validation", "accuracy_best",
 )  # fmt: skip
 LOGS = ("rounds.csv", "evaluations.csv", "events.jsonl")
-NAMES = ("config.yaml", "run.json", *LOGS, "clients.csv", "summary.json", "checkpoint", "models")
+RESULTS = ("clients.csv", "summary.json")
+NAMES = ("config.yaml", "run.json", *LOGS, *RESULTS, "checkpoint", "models")
 """Everything that a run writes into its folder."""
 
 
@@ -69,6 +61,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._content = read_claim(self.path)
+        self._parsed: tuple[Any, Ending] | None = None
         self.checkpoints = Checkpoints(path / "checkpoint", str(self._content.get("id")))
         self._rounds = self._log("rounds.csv", ROUND_COLUMNS)
         self._evaluations = self._log("evaluations.csv", EVALUATION_COLUMNS)
@@ -209,16 +202,12 @@ class RunFolder:
         disk.sync_folder(models)
         disk.remove_unfinished(models, (*(file.file for file in files), stored.file))
         table = _csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
-        disk.write(self.path / "clients.csv", table)
-        disk.write(self.path / "summary.json", _json(summary, indent=2) + "\n")
-        end = {
-            "round": round,
-            "server": asdict(stored),
-            "progress": dict(progress),
-            "clients": [asdict(file) for file in files],
-            "records": {name: asdict(log.sync(copy=False)) for name, log in self._logs.items()},
-        }
-        self._write_content(finished=end)
+        texts = zip(RESULTS, (table, _json(summary, indent=2) + "\n"), strict=True)
+        results = tuple(write_file(self.path, name, text.encode()) for name, text in texts)
+        disk.sync_folder(self.path)
+        records = {name: log.sync(copy=False) for name, log in self._logs.items()}
+        end = Ending(round, dict(progress), stored, tuple(files), records, results)
+        self._write_content(finished=end.to_dict())
         self.tidy()
 
     def tidy(self) -> None:
@@ -227,29 +216,38 @@ class RunFolder:
             with suppress(OSError):  # someone else's, or on a disk that can only be read
                 self.checkpoints.remove(LOGS)
 
-    def reopen(self) -> None:
-        """Make a finished run one that can go on: its end becomes a checkpoint."""
-        end = self._content["finished"]
-        shards = [Shard.from_dict(entry) for entry in end["clients"]]
+    def reopen(self, *, repair: bool = False) -> list[str]:
+        """Make a finished run one that can go on: its end becomes a checkpoint. Returns what was wrong with it.
+
+        Records that are damaged stay as they are, unless `repair` says to go on with the rows that are left of them.
+        """
+        end = self._ending()
         models = self.path / "models"
         try:
-            for shard in shards:
+            for shard in end.clients:
                 shard.read(models)
-            server = load(StoredFile.from_dict(end["server"]).read(models))
+            server = load(end.server.read(models))
         except Damaged as error:
-            raise InputError(f"the run in '{self.path}' can't go on: {error} in its folder 'models'.") from error
-        records = {name: Extent(**extent) for name, extent in end["records"].items()}
+            raise InputError(
+                f"the run in '{self.path}' can't go on: {error} in its folder 'models'; put the file back, or run it "
+                "again from its config.yaml."
+            ) from error
+        damaged = [name for name, log in self._logs.items() if not log.has(end.records[name])]
+        if damaged and not repair:
+            raise InputError(
+                f"the run in '{self.path}' can't go on: {' and '.join(damaged)} changed after it had ended; put that "
+                "back, or go on with the rows that are left (--repair)."
+            )
         disk.make_folder(self.checkpoints.folder)
-        problems = [log.cut(records[name], end["round"]) for name, log in self._logs.items()]
-        if any(problems):
-            raise InputError(f"the run in '{self.path}' can't go on: {'; '.join(filter(None, problems))}.")
-        self.save(end["round"], server, end["progress"], ClientStates(models, shards))
+        problems = [log.cut(end.records[name], end.round) for name, log in self._logs.items()]
+        self.save(end.round, server, end.progress, ClientStates(models, end.clients))
         self._write_content(finished=None)
-        for name in ("summary.json", "clients.csv"):
-            disk.remove(self.path / name)
-        for name in [*(shard.file for shard in shards), "server.safetensors"]:
+        for file in end.results:
+            disk.remove(self.path / file.file)
+        for name in [*(shard.file for shard in end.clients), end.server.file]:
             disk.remove(models / name)
         disk.remove_folder(models)
+        return [problem for problem in problems if problem]
 
     def rewrite_config(self, config: Experiment) -> None:
         """Keep changed settings: more rounds, or others that were asked for."""
@@ -283,13 +281,16 @@ class RunFolder:
 
     def check_facts(self, facts: Mapping[str, str]) -> None:
         """Raise if data, partition or networks are not those that the run began with."""
-        check_same(self.path, self._content.get("facts", {}), facts)
+        known = self._content.get("facts", {})
+        check_same(self.path, known, facts)
+        if known:
+            check_same_names(self.path, known, facts)
 
     def damage(self) -> list[str]:
         """What is wrong with the records of a finished run."""
-        records = (self._content.get("finished") or {}).get("records", {})
-        found = [self._logs[name].damage(Extent(**extent)) for name, extent in records.items()]
-        found += [f"{name} is missing" for name in ("clients.csv", "summary.json") if not (self.path / name).is_file()]
+        end = self._ending()
+        found = [log.damage(end.records[name]) for name, log in self._logs.items()]
+        found += [file.change(self.path) for file in end.results]
         return [problem for problem in found if problem]
 
     def starts(self) -> list[dict[str, Any]]:
@@ -322,35 +323,50 @@ class RunFolder:
         """summary.json; a run that has not ended has none."""
         if not self.finished:
             raise InputError(f"the run in '{self.path}' is not finished; go on with `polyfed resume {self.path}`.")
-        try:
-            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(f"'{self.path / 'summary.json'}' is damaged or missing ({error}).") from error
+        stored = self._ending().results[1]
+        if problem := stored.change(self.path):
+            raise InputError(
+                f"the result of the run in '{self.path}' can't be read: {problem}; put it back, or run it again from "
+                "its config.yaml."
+            )
+        content: dict[str, Any] = json.loads(stored.read(self.path))
         return content
 
     def model_state(self, client: int) -> State:
         """A client's state at the end of the run."""
         self.summary()
-        for entry in self._content["finished"]["clients"]:
-            if client in entry["clients"]:
-                file = Shard.from_dict(entry).file
+        shards = self._ending().clients
+        for shard in shards:
+            if client in shard.clients:
+                file = self.path / "models" / shard.file
                 try:
-                    return read_client(self.path / "models" / file, client)
+                    return read_client(file, client)
                 except Exception as error:  # safetensors has errors of its own
-                    raise InputError(f"'{self.path / 'models' / file}' is damaged or missing ({error}).") from error
-        count = sum(len(entry["clients"]) for entry in self._content["finished"]["clients"])
+                    raise InputError(f"'{file}' is damaged or missing ({error}): put it back.") from error
+        count = sum(len(shard.clients) for shard in shards)
         raise InputError(f"there is no client {client}; the run has {count} clients, from 0.")
 
     def server_state(self) -> State:
         """What the server remembered at the end of the run."""
         self.summary()
         try:
-            return load(StoredFile.from_dict(self._content["finished"]["server"]).read(self.path / "models"))
+            return load(self._ending().server.read(self.path / "models"))
         except Damaged as error:
             raise InputError(f"the server's state in '{self.path / 'models'}' can't be read: {error}.") from error
 
+    def _ending(self) -> Ending:
+        listed = self._content.get("finished")
+        if self._parsed is None or self._parsed[0] is not listed:
+            try:
+                self._parsed = listed, Ending.parse(listed, LOGS, RESULTS)
+            except Damaged as error:
+                raise InputError(f"'{self.path / 'run.json'}' is damaged ({error}): put the file back.") from error
+        return self._parsed[1]
+
     def _frame(self, name: str) -> pd.DataFrame:
         path = self.path / name
+        if not path.exists() and self.finished:
+            raise InputError(f"'{path}' is missing: put it back, or run it again from its config.yaml.")
         if not path.exists():
             raise InputError(f"'{self.path}' has no {name} yet; go on with `polyfed resume {self.path}`.")
         try:
@@ -383,7 +399,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     """A line of events.jsonl; None if a kill or a fault left something else."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(event, dict) and "event" in event and isinstance(event.get("round", 0), int)
     return event if whole else None

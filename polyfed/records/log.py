@@ -116,13 +116,18 @@ class Log:
         self._bytes, self._rows = len(content), content.count(b"\n")
         self._uncopied = bytearray(content[copied:])
 
+    def has(self, extent: Extent) -> bool:
+        """Whether the record still begins with that extent."""
+        return extent.of(disk.read(self.path)) is not None
+
     def damage(self, extent: Extent) -> str:
         """What is wrong with the record of a finished run, or nothing."""
         found = disk.read(self.path)
         if found is None:
             return f"{self.path.name} is missing"
         if extent.of(found) is None or len(found) != extent.length:
-            return f"{self.path.name} is not as the run left it, with {extent.rows - self._header.count(10)} rows"
+            rows = extent.rows - self._header.count(10)
+            return f"{self.path.name} has changed since the run ended, with {rows} rows then"
         return ""
 
 

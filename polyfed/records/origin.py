@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,14 @@ def check_same(run: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
                 f"{name} is {shown(now[name])}, but the run in '{run}' began with {shown(value)}: put that back, or "
                 "start a new run."
             )
+
+
+def check_same_names(run: Path, before: Collection[str], now: Collection[str]) -> None:
+    """Raise if something that the run began with is gone, or something else has come."""
+    gone, come = ([name for name in names if name not in others] for names, others in ((before, now), (now, before)))
+    if gone or come:
+        found = " and ".join([*(f"{name} is gone" for name in gone), *(f"{name} is new" for name in come)])
+        raise InputError(f"the run in '{run}' began with other things: {found}; put them back, or start a new run.")
 
 
 def shown(value: Any) -> str:

@@ -50,6 +50,16 @@ class StoredFile:
             raise Damaged(f"'{self.file}' is damaged")
         return data
 
+    def change(self, folder: Path) -> str:
+        """In words, what has become of it since it was listed; empty if it is as it was."""
+        if disk.read(folder / self.file) is None:
+            return f"{self.file} is missing"
+        try:
+            self.read(folder)
+        except Damaged:
+            return f"{self.file} has changed since the run ended"
+        return ""
+
 
 class Damaged(ValueError):
     """A file is not as it was written."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from polyfed.errors import InputError
 from polyfed.evaluation import Evaluation
 from polyfed.server.replies import Sizes
 
@@ -100,14 +101,20 @@ class Progress:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Progress:
         """What `to_dict` gave."""
-        return Progress(
-            Best.from_dict(values["federation"]),
-            {int(client): Best.from_dict(best) for client, best in values["clients"].items()},
-            {int(client): Evaluation(**score) for client, score in values["latest"].items()},
-            dict(values["totals"]),
-            set(values["stale"]),
-            Sizes.from_dict(values["sizes"]) if "sizes" in values else Sizes(),
-        )
+        try:
+            return Progress(
+                Best.from_dict(values["federation"]),
+                {int(client): Best.from_dict(best) for client, best in values["clients"].items()},
+                {int(client): Evaluation(**score) for client, score in values["latest"].items()},
+                dict(values["totals"]),
+                set(values["stale"]),
+                Sizes.from_dict(values["sizes"]) if "sizes" in values else Sizes(),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"the checkpoint holds no progress of a run ({error}): go back to an earlier checkpoint (--from), or "
+                "start a new run."
+            ) from error
 
 
 def percent(share: float | None) -> str:

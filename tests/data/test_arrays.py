@@ -114,6 +114,7 @@ def test_floats_and_truths_are_labels_if_they_are_whole() -> None:
         (np.where(np.eye(6) == 1, np.nan, 0.0)[:, 1:], LABELS, r"5 value\(s\) .* NaN\) at index \[1, 0\]"),
         (np.full((6, 2), np.inf), LABELS, r"infinite\) at index \[0, 0\]"),
         (COLOUR.astype(np.float32), LABELS, "look like pixels of 0 to 255: give them as uint8"),
+        (np.arange(6 * 64).reshape(6, 8, 8) % 256.0, LABELS, "look like pixels of 0 to 255: give them as uint8"),
         (COLOUR.transpose(0, 2, 3, 1) * 0.9, LABELS, "look like pixels of 0 to 255"),
         ([COLOUR[0], COLOUR[1, :, 1:]], LABELS[:2], "images of different shapes"),
         (np.array(["a"] * 6), LABELS, "images of type"),
@@ -152,3 +153,21 @@ def test_a_network_that_wants_channels_last_gets_them() -> None:
     data = from_arrays(GENERATOR.random((30, 8, 8, 3)), np.arange(30) % 3)
     result = polyfed.run("standalone", data=data, models=support.Wide, clients=2, rounds=1, device="cpu")
     assert result.population.dataset.input_shape == (8, 8, 3)
+
+
+def test_class_names_are_a_list_with_a_name_for_each_class() -> None:
+    """A text would be taken for a list of letters, each of them a class."""
+    with pytest.raises(InputError, match="class_names is the text 'cat,dog': give a list"):
+        from_arrays(COLOUR, LABELS, class_names="cat,dog")
+    with pytest.raises(InputError, match="labels up to 2, but 1 class_names: give a name for each class, so 3"):
+        from_arrays(COLOUR, LABELS % 3, class_names=["cat"])
+
+
+def test_an_empty_test_set_is_refused_as_such() -> None:
+    with pytest.raises(InputError, match="has an empty test set: leave x_test and y_test out"):
+        from_arrays(COLOUR, LABELS, COLOUR[:0], LABELS[:0])
+
+
+def test_tables_of_whole_numbers_are_no_pixels() -> None:
+    assert len(from_arrays(np.full((6, 4, 20), 100.0), LABELS)) == 6
+    assert len(from_arrays(np.full((6, 8, 8), 100.5), LABELS)) == 6

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -293,3 +295,21 @@ def test_many_clients_can_be_computed_at_once() -> None:
     together = vmap(logits)(parameters, buffers, x)
     for number, network in enumerate(networks):
         torch.testing.assert_close(together[number], network(x[number]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_that_draws_from_numpy_is_split_and_the_user_s_generators_are_left_alone() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x + float(np.random.rand()) + random.random()))  # type: ignore[no-any-return]
+
+    np.random.seed(1)
+    random.seed(1)
+    expected = np.random.rand(), random.random()
+    np.random.seed(1)
+    random.seed(1)
+    assert split_network(Noisy(), (4,), 2).feature_size == 3
+    assert (np.random.rand(), random.random()) == expected

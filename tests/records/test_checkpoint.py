@@ -1,6 +1,7 @@
 """Checkpoints: whatever happens to the newest, one that is whole is left."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from safetensors import safe_open
 
 from polyfed.errors import InputError
 from polyfed.message import State
-from polyfed.records import Checkpoints, disk
+from polyfed.records import Checkpoints, checkpoint, disk
+from polyfed.records.log import Extent
 from tests import support
 
 RUN = "0123abcd"
@@ -54,6 +56,29 @@ def test_without_a_checkpoint_there_is_nothing(tmp_path: Path) -> None:
 
 def files(folder: Path, pattern: str = "clients-*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
+
+
+@pytest.mark.parametrize("change", [{"round": -3}, {"round": 7}, {"clients": []}, {"records": {}}, {"hash": None}])
+def test_a_manifest_with_a_number_changed_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    """It is still a manifest that can be read, but not the one that was written."""
+    checkpoints = Checkpoints(tmp_path, RUN)
+    save(checkpoints, 1)
+    checkpoints.save(2, {}, {}, (0,), states(2).__getitem__, lambda: {"rounds.csv": Extent(1, 2, "x")})
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**content, **change}))
+    assert restored_round(tmp_path) == 1
+
+
+@pytest.mark.parametrize("what", ["server", "progress"])
+def test_a_file_that_is_listed_but_holds_no_state_is_damaged(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, RUN)
+    save(checkpoints, 1)
+    write = checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", lambda f, name, d: write(f, name, b"x" if what in name else d))
+    save(checkpoints, 2)
+    assert restored_round(tmp_path) == 1
 
 
 def test_only_changed_clients_are_written(tmp_path: Path) -> None:

@@ -196,16 +196,83 @@ def test_rows_that_are_lost_for_good_are_counted(tmp_path: Path, name: str, harm
 
 
 @pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("name", [*LOGS, "clients.csv", "summary.json"])
 def test_a_damaged_record_of_a_finished_run_is_said(tmp_path: Path, name: str, harm: str) -> None:
     folder = new_folder(tmp_path)
     add(folder, 1)
-    folder.finish(1, {}, {}, [], None, {"rounds": 1})
+    folder.finish(1, {}, {}, [dict.fromkeys(CLIENT_COLUMNS, 1)], None, {"rounds": 1})
     folder = RunFolder.open(folder.path)
     assert folder.damage() == []
     HARMS[harm](folder.path / name)
     (problem,) = folder.damage()
     assert problem.startswith(name)
+
+
+def test_a_summary_that_is_not_the_run_s_is_no_result(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    folder.finish(1, {}, {}, [], None, {"rounds": 1})
+    for content in ("{}", "[1]", '{"rounds": 2}'):
+        (folder.path / "summary.json").write_text(content)
+        with pytest.raises(InputError, match="summary.json has changed since the run ended; put it back, or run"):
+            folder.summary()
+
+
+@pytest.mark.parametrize("part", ["settings", "facts"])
+@pytest.mark.parametrize("value", [3, None, []])
+def test_a_run_json_with_parts_of_another_kind_is_refused(tmp_path: Path, part: str, value: Any) -> None:
+    path = new_folder(tmp_path).path
+    content = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**content, part: value}))
+    with pytest.raises(InputError, match="run.json' is damaged"):
+        RunFolder.open(path)
+
+
+def test_files_that_are_nested_without_end_are_refused(tmp_path: Path) -> None:
+    path = new_folder(tmp_path).path
+    (path / "events.jsonl").write_text("[" * 100_000 + "\n")
+    assert RunFolder.open(path).events() == []
+    (path / "config.yaml").write_text("[" * 3000)
+    with pytest.raises(InputError, match="config.yaml' is not valid YAML"):
+        _ = RunFolder.open(path).config
+    (path / "run.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="run.json' is damaged"):
+        RunFolder.open(path)
+
+
+@pytest.mark.parametrize("end", [True, {}, [1], {"round": 1}, "x"])
+def test_a_run_json_with_a_strange_end_is_refused(tmp_path: Path, end: Any) -> None:
+    folder = new_folder(tmp_path)
+    content = json.loads((folder.path / "run.json").read_text())
+    (folder.path / "run.json").write_text(json.dumps({**content, "finished": end or [0]}))
+    folder = RunFolder.open(folder.path)
+    for read in (folder.damage, folder.summary, folder.reopen, lambda: folder.model_state(0)):
+        with pytest.raises(InputError, match="run.json' is damaged .*: put the file back"):
+            read()
+
+
+def test_a_finished_run_with_a_damaged_record_is_not_changed_unless_asked(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    for round in (1, 2, 3):
+        add(folder, round)
+    folder.finish(3, {}, {}, [], None, {"rounds": 3})
+    rows = (folder.path / "rounds.csv").read_text().splitlines(keepends=True)
+    (folder.path / "rounds.csv").write_text("".join([*rows[:2], rows[2][:9]]))
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="rounds.csv changed after it had ended; put that back, or .*--repair"):
+        RunFolder.open(folder.path).reopen()
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    assert not (folder.path / "checkpoint").exists()
+    (note,) = RunFolder.open(folder.path).reopen(repair=True)
+    assert "1 of 3 rows could be saved" in note
+    assert RunFolder.open(folder.path).rounds()["round"].tolist() == [1]
+
+
+def test_a_table_that_is_missing_from_a_finished_run_is_not_promised(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    folder.finish(1, {}, {}, [], None, {"rounds": 1})
+    (folder.path / "clients.csv").unlink()
+    with pytest.raises(InputError, match="clients.csv' is missing: put it back"):
+        folder.clients()
 
 
 def test_numbers_survive_the_csv_exactly(tmp_path: Path) -> None:

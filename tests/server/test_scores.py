@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from polyfed.errors import InputError
 from polyfed.evaluation import Evaluation
 from polyfed.server.scores import Best, Progress, summarise
 
@@ -83,3 +84,9 @@ def test_progress_survives_json() -> None:
     again = Progress.from_dict(json.loads(json.dumps(progress.to_dict())))
     assert again == progress
     assert again.totals == {"flops": 12, "seconds": 1.0}
+
+
+@pytest.mark.parametrize("content", [{}, {"federation": 3}, {**Progress().to_dict(), "latest": {"a": {}}}])
+def test_a_progress_that_is_none_is_refused(content: dict[str, object]) -> None:
+    with pytest.raises(InputError, match="holds no progress of a run .*--from"):
+        Progress.from_dict(content)
