@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -98,8 +97,6 @@ class LocalEngine(Engine):
         self._beginners = Counter(architecture.name for architecture in population.architectures.values())
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
-        self._notes: list[str] = []
-        """What the engine has noticed and not said yet."""
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device), self.notes.append)
 
@@ -199,13 +196,6 @@ class LocalEngine(Engine):
             self._beginners[name] -= 1
             if self._beginners[name] == 0:
                 self._first.pop(name, None)
-
-    def _with_notes(self, replies: list[Reply]) -> list[Reply]:
-        """Attach what the engine noticed to the first reply."""
-        if self._notes and replies:
-            replies[0] = replace(replies[0], notes=(*replies[0].notes, *self._notes))
-            self._notes.clear()
-        return replies
 
     def _measure(self, client: int) -> ClientFlops:
         """Count on tensors without content, which costs nothing; on real ones if the network looks at its data."""

@@ -32,7 +32,7 @@ class ThreadsEngine(LocalEngine):
         super().__init__(population, memory_budget=memory_budget)
         self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="polyfed-client")
         self._own = threading.local()
-        self._notes += [
+        self.notes += [
             f"clients with {name} train one after another: it draws from a global generator, which is seeded for each"
             for name in sorted(population.draws)
         ]
@@ -51,7 +51,7 @@ class ThreadsEngine(LocalEngine):
         for client in downloads:  # before any worker starts: the counter's hooks would see all threads' modules
             self._client_flops(client)
         replies = self._each(downloads, work, done)
-        return self._with_notes([replies[client] for client in sorted(replies)])
+        return [replies[client] for client in sorted(replies)]
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None

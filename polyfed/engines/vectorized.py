@@ -68,7 +68,7 @@ class VectorizedEngine(LocalEngine):
             name = population.architectures[client].name
             self._longest[name] = max(self._longest.get(name, 0), len(own.train))
         if population.device.type == "cuda" and trouble():
-            self._notes.append(f"convolutions are slower than they could be: our kernels can't run here ({trouble()})")
+            self.notes.append(f"convolutions are slower than they could be: our kernels can't run here ({trouble()})")
 
     def train(
         self,
@@ -81,7 +81,7 @@ class VectorizedEngine(LocalEngine):
         replies: dict[int, Reply] = {}
 
         def keep(answers: list[Reply]) -> None:
-            for reply in self._with_notes(answers):
+            for reply in answers:
                 replies[reply.client] = reply
                 done(reply.client)
 
@@ -158,7 +158,7 @@ class VectorizedEngine(LocalEngine):
             del work  # with its memory, which those that are tried again may need
         if too_large and len(cohorts) > 1 and self._apart:
             self._apart = False
-            self._notes.append("not all architectures fit into memory side by side; from now on one after another")
+            self.notes.append("not all architectures fit into memory side by side; from now on one after another")
         for clients in too_large:
             again = partial(self._train_stacked, downloads=downloads, round=round)
             yield [reply for part in self._alone(clients, again) for reply in part]
@@ -338,7 +338,7 @@ class VectorizedEngine(LocalEngine):
         half = len(clients) // 2
         if half < self._limit:
             self._limit = half
-            self._notes.append(f"{len(clients)} clients at once did not fit into memory; from now on {half} at most")
+            self.notes.append(f"{len(clients)} clients at once did not fit into memory; from now on {half} at most")
         return [result for part in (clients[:half], clients[half:]) for result in self._fitting(part, work)]
 
     def _let_go(self) -> None:
@@ -363,9 +363,9 @@ class VectorizedEngine(LocalEngine):
             reason = self._draws(name) or stacked.unstackable(network) or self._try(client)
             if reason:
                 self._looped[name] = reason
-                self._notes.append(f"clients with {name} train one after another: {reason}")
+                self.notes.append(f"clients with {name} train one after another: {reason}")
             elif self._normed[name]:
-                self._notes.append(f"clients with {name} train one after another because of batch norm")
+                self.notes.append(f"clients with {name} train one after another because of batch norm")
         return self._looped.get(name)
 
     def _try(self, client: int) -> str | None:

@@ -217,6 +217,9 @@ class Server:
 
     def load(self, named: Mapping[str, Tensor]) -> None:
         """Take back what `named_state` gave; raises a `RuntimeError` if it is another method's."""
+        missing = {f"state.{name}" for name in self.state} - set(named)
+        if missing:
+            raise RuntimeError(f"the server's state lacks {sorted(missing)[0]}")
         modules = {name: tensor for name, tensor in named.items() if name.startswith("modules.")}
         self.modules.load_state_dict({name.removeprefix("modules."): tensor for name, tensor in modules.items()})
         self.state = {name.removeprefix("state."): tensor for name, tensor in named.items() if name not in modules}

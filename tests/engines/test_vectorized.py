@@ -93,7 +93,7 @@ def test_dropout_goes_through_the_loop_and_says_so_once(tmp_path: Path) -> None:
     actual, notes, _ = run(tmp_path, VectorizedEngine, "fedproto", models=models)
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert [note["note"] for note in notes if "one after another" in note["note"]] == [
-        "client 0: clients with Normed train one after another: it has dropout, whose draws belong to one client"
+        "clients with Normed train one after another: it has dropout, whose draws belong to one client"
     ]
 
 
@@ -215,7 +215,7 @@ def test_architectures_that_do_not_fit_side_by_side_train_one_after_another(
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes")
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert [note["note"] for note in notes if "side by side" in note["note"]] == [
-        "client 1: not all architectures fit into memory side by side; from now on one after another"
+        "not all architectures fit into memory side by side; from now on one after another"
     ]
 
 
@@ -232,7 +232,7 @@ def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkey
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes", models=(support.Wide,))
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert [note["note"] for note in notes if "did not fit" in note["note"]] == [
-        "client 0: 4 clients at once did not fit into memory; from now on 2 at most"
+        "4 clients at once did not fit into memory; from now on 2 at most"
     ]
 
 
