@@ -25,6 +25,10 @@ class RunError(PolyfedError):
     """A run that started could not go on."""
 
 
+class LostError(RunError):
+    """Clients' states are gone with the machine that held them; a checkpoint has them as they were."""
+
+
 class BadMessage(PolyfedError):
     """A message has the wrong names, shapes, types or values; a reply that raises this is left out of its round."""
 
