@@ -42,7 +42,7 @@ MOST_KEPT = 1 << 28
 CHUNK = 8
 """Clients whose states travel together."""
 MOST_DEATHS = 3
-START_SECONDS = 300.0
+START_SECONDS = 60.0
 
 Call: TypeAlias = tuple[str, tuple[Any, ...]]
 """A method of a host with its arguments."""

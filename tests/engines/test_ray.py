@@ -14,10 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alone
-ray = pytest.importorskip("ray", reason="the ray engine needs the extra polyfed[ray]")
-
 import polyfed
 from polyfed.config import RaySettings, experiment
 from polyfed.engines import SequentialEngine, new_engine
@@ -30,6 +26,10 @@ from polyfed.federation import Federation, Watcher
 from polyfed.message import Message
 from tests import support
 from tests.remote.test_remote import same_rows
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alone
+ray = pytest.importorskip("ray", reason="the ray engine needs the extra polyfed[ray]")
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
 SEVERAL: dict[str, Any] = {"clients": 6, "participation": 0.5, "rounds": 3, "split": "6:2:2"}
@@ -60,7 +60,7 @@ class Reused(Host):
 
 @pytest.fixture(scope="module")
 def processes(cluster: Any) -> list[Any]:
-    return [ray.remote(Reused).options(num_cpus=0.1, scheduling_strategy="SPREAD").remote() for _ in range(2)]
+    return [ray.remote(Reused).options(num_cpus=0, scheduling_strategy="SPREAD").remote() for _ in range(2)]
 
 
 class ReusingEngine(RayEngine):
@@ -143,6 +143,22 @@ def test_states_that_do_not_fit_are_refused(processes: list[Any]) -> None:
         engine.restore(1, {9: state})
 
 
+def test_a_run_goes_on_from_a_checkpoint_of_another_engine(tmp_path: Path, processes: list[Any]) -> None:
+    reference = finished(tmp_path / "one", SequentialEngine)
+    begun = support.federation(tmp_path / "two", "fedproto", SequentialEngine, **SEVERAL)
+    for number in (1, 2):
+        begun.round(number)
+    begun.checkpoint()
+    people = support.population("fedproto", **SEVERAL)
+    saved, _ = begun.folder.restore()
+    assert saved is not None
+    continued = Federation(begun.config, people.method, ReusingEngine(processes, people), begun.folder)
+    continued.restore(saved)
+    continued.run()
+    same_rows(tmp_path / "one" / "run", tmp_path / "two" / "run")
+    same_states(continued.engine, reference.engine, 6)
+
+
 def test_divergence_is_the_error_of_a_simulation(tmp_path: Path, processes: list[Any]) -> None:
     """All clients diverge; the one that is named is the first."""
     errors = []
@@ -179,6 +195,7 @@ class Killing(Watcher):
     def __init__(self, during: int, after: int) -> None:
         self.during, self.after = during, after
         self.engine: Any = None
+        self.killed: list[int] = []
 
     def on_client(self, round: int, client: int) -> None:
         if round == self.during:
@@ -190,7 +207,8 @@ class Killing(Watcher):
             self._kill(0)
 
     def _kill(self, number: int) -> None:
-        os.kill(self.engine._actors[number].process, signal.SIGKILL)
+        self.killed.append(self.engine._actors[number].process)
+        os.kill(self.killed[-1], signal.SIGKILL)
 
 
 def test_killed_workers_are_revived_and_change_no_bit(
@@ -204,13 +222,11 @@ def test_killed_workers_are_revived_and_change_no_bit(
     run = support.federation(tmp_path / "two", "fedproto", two_hosts, **{**SEVERAL, **settings})
     run.watcher = watcher = Killing(during=1, after=3)
     watcher.engine = run.engine
-    first = {actor.process for actor in run.engine._actors}
     run.run()
     same_rows(tmp_path / "one" / "run", tmp_path / "two" / "run")
     same_states(run.engine, reference.engine, 6)
-    assert first.isdisjoint(actor.process for actor in run.engine._actors)
     notes = [event["note"] for event in run.folder.events() if event["event"] == "note"]
-    assert any("host 0 (clients 0, 1 and 2) died and was revived" in note for note in notes)
+    assert len([note for note in notes if "died and was revived" in note]) == len(set(watcher.killed)) == 2
     run.engine.close()
     assert ray.is_initialized()  # it was not ours
     assert len(RaySession(RaySettings()).nodes) == 2
@@ -235,7 +251,7 @@ def test_a_lost_node_ends_in_a_sentence_and_the_run_can_be_resumed(tmp_path: Pat
     with pytest.raises(LostError, match=r"the machine of host . \(clients .*\) is gone, .* `polyfed resume .*` contin"):
         polyfed.run(**{**values, "engine": "ray", "ray": {"hosts": 2}}, **given, out=tmp_path / "two", watcher=watcher)
     cluster.add_node(**NODE)
-    polyfed.resume(tmp_path / "two", **given)
+    polyfed.resume(tmp_path / "two", **given, settings={"engine": "sequential"})
     same_rows(tmp_path / "one", tmp_path / "two")
     for file in sorted((tmp_path / "one" / "models").iterdir()):
         assert file.read_bytes() == (tmp_path / "two" / "models" / file.name).read_bytes(), file.name
