@@ -7,6 +7,7 @@ processes without a copy. Nothing here knows the cluster.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -115,6 +116,8 @@ class Answers:
     """Replies without their messages, and these."""
     notes: list[str] = field(default_factory=list)
     bytes: int = 0
+    seconds: float = 0.0
+    """How long the clients trained and were scored, without what it takes to pack and send."""
 
 
 class Host:
@@ -135,14 +138,16 @@ class Host:
     def train(self, round: int, downloads: Mapping[int, PackedMessage], score: bool) -> Answers:
         """Train these clients, and score them if asked to."""
         received = {client: unpacked_message(message) for client, message in downloads.items()}
+        begin = time.perf_counter()
         replies = self._engine.train(round, received)
         if score:
             scores = self._engine.evaluate(received, round)
             replies = [replace(reply, evaluation=scores[reply.client]) for reply in replies]
+        seconds = time.perf_counter() - begin
         packer, notes = Packer(), list(self._engine.notes)
         self._engine.notes.clear()
         sent = [(replace(reply, message=Message()), packer.message(reply.message)) for reply in replies]
-        return Answers(sent, notes, packer.bytes)
+        return Answers(sent, notes, packer.bytes, seconds)
 
     def evaluate(
         self, clients: Sequence[int], round: int, downloads: Mapping[int, PackedMessage]

@@ -42,7 +42,7 @@ MOST_KEPT = 1 << 28
 CHUNK = 8
 """Clients whose states travel together."""
 MOST_DEATHS = 3
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 
 Call: TypeAlias = tuple[str, tuple[Any, ...]]
 """A method of a host with its arguments."""
@@ -80,6 +80,8 @@ class RayEngine(Engine):
     sent: int
     received: int
     """Bytes of the tensors that have gone to hosts and come from them, states apart."""
+    busy: float = 0.0
+    """Seconds that the slowest host worked in the last round."""
     _session: RaySession
     _ray: Any
 
@@ -133,12 +135,14 @@ class RayEngine(Engine):
         sent = {actor.number: self._stored(messages) for actor, messages in self._divided(downloads)}
         calls: dict[int, Call] = {number: ("train", (round, ref, score)) for number, (ref, _) in sent.items()}
         replies: dict[int, Reply] = {}
+        self.busy = 0.0
 
         def keep(actor: Actor, answers: Answers) -> None:
             actor.deaths = 0
             actor.trained.append((round, *sent[actor.number]))
             self.notes += answers.notes
             self.received += answers.bytes
+            self.busy = max(self.busy, answers.seconds)
             for reply, message in answers.replies:
                 replies[reply.client] = _with_message(reply, message)
                 actor.stale.add(reply.client)

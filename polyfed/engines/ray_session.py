@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -101,12 +102,20 @@ def _connect(ray: Any, settings: RaySettings) -> None:
             "one of the cluster's machines."
         )
     try:
+        _knock(settings.address)
         ray.init(address=settings.address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:
         raise InputError(
             f"can't join the Ray cluster at '{settings.address}' ({first_line(error).rstrip('.')}): start one with "
             "`ray start --head`, join it on this machine too, and give its HOST:PORT as ray.address."
         ) from error
+
+
+def _knock(address: str) -> None:
+    """See at once whether anyone is there; Ray would try for minutes."""
+    host, separator, port = address.rpartition(":")
+    if separator and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 @contextmanager

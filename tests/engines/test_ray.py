@@ -315,6 +315,14 @@ def test_without_ray_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyP
         new_engine("ray", support.population("standalone"))
 
 
+def test_an_address_where_nobody_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    expected = {"127.0.0.1:1": "can't join the Ray cluster at", "ray://there:1": "must be the HOST:PORT"}
+    for address, words in expected.items():
+        with pytest.raises(InputError, match=words):
+            RayEngine(support.population("standalone"), settings=RaySettings(address=address))
+
+
 def test_hosts_get_neighbours_with_about_as_many_samples() -> None:
     people = support.population("standalone", clients=6, partition="dirichlet", alpha=0.3, min_samples=4)
     for hosts in range(1, 7):
