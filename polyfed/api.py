@@ -20,7 +20,7 @@ from polyfed.config import Experiment, experiment
 from polyfed.data import Dataset, no_dataset
 from polyfed.engines import new_engine
 from polyfed.engines.client.workbench import state_of
-from polyfed.errors import DivergedError, InputError, RunError
+from polyfed.errors import DivergedError, InputError, LostError, RunError
 from polyfed.message import State
 from polyfed.methods.base import Method, Server
 from polyfed.methods.parts.network import ClientNetwork
@@ -276,7 +276,14 @@ def _go(
         if before is not None and before != config:
             folder.rewrite_config(config)
         budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
-        engine = new_engine(config.engine, population, workers=config.workers, memory_budget=budget)
+        engine = new_engine(
+            config.engine,
+            population,
+            workers=config.workers,
+            memory_budget=budget,
+            cluster=config.ray,
+            tf32=config.tf32,
+        )
         try:
             federation = Federation(config, population.method, engine, folder, watcher, device=population.device)
             if saved is not None:
@@ -341,6 +348,8 @@ def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
             f"the run can't go on: {error.strerror or error}; when that is mended, {again} continues from the last "
             "checkpoint."
         ) from error
+    except LostError as error:
+        raise LostError(f"{error}: {again} continues from the last checkpoint.") from error
     except DivergedError as error:
         rounds = folder.checkpoints.rounds()
         if not rounds:

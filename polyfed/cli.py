@@ -20,7 +20,17 @@ from polyfed import __version__, api
 from polyfed.addresses import trusting
 from polyfed.assemble import find_device
 from polyfed.compute import machine_name
-from polyfed.config import PRESETS, Experiment, describe_range, merged, normal_form, parse_yaml, read_experiment, typed
+from polyfed.config import (
+    GROUPS,
+    PRESETS,
+    Experiment,
+    describe_range,
+    merged,
+    normal_form,
+    parse_yaml,
+    read_experiment,
+    typed,
+)
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, PolyfedError
 from polyfed.methods.base import Training
@@ -42,6 +52,7 @@ out_console = plain_console()
 error_console = plain_console(stderr=True)
 
 TRUST = typer.Option("--trust", help="import the networks that the file names as package.module:name")
+NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
@@ -98,7 +109,8 @@ def run(
     eval_every: Annotated[str | None, _option("eval_every")] = None,
     checkpoint_every: Annotated[str | None, _option("checkpoint_every")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME, training.NAME or any setting")
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help=f"{NESTED} or any setting"),
     ] = None,
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="the run's folder (default: a new one under runs/)")
@@ -285,8 +297,8 @@ def together(options: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
     before, after = (
         normal_form({name: value for name, value in given.items() if name != "preset"}) for given in (options, settings)
     )
-    for said, also in ((before, after), (before["training"], after["training"])):
-        for name in said.keys() & also.keys() - {"training"}:
+    for said, also in ((before, after), *((before[group], after[group]) for group in GROUPS)):
+        for name in said.keys() & also.keys() - GROUPS.keys():
             if said[name] != also[name]:
                 raise InputError(
                     f"{name} is {typed(said[name])} as an option and {typed(also[name])} by --set: keep one of them."
@@ -302,8 +314,8 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         if not separator or not name:
             raise InputError(f"--set takes NAME=VALUE, such as --set training.momentum=0.9, not '{pair}'.")
         group, _, inner = name.rpartition(".")
-        if group not in ("", "method", "training"):
-            raise InputError(f"--set knows method.NAME, training.NAME and plain settings, not '{name}'.")
+        if group not in ("", "method", *GROUPS):
+            raise InputError(f"--set knows {NESTED} and plain settings, not '{name}'.")
         try:
             value = parse_yaml(text)
         except yaml.YAMLError:

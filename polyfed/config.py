@@ -36,6 +36,33 @@ SHORTCUTS = ("epochs", "batch_size", "lr")
 """Training settings that may stand at the top level of an experiment."""
 
 
+EngineName = Literal["auto", "sequential", "threads", "vectorized", "ray"]
+"""The list of engines; choices, `--help` and errors come from it."""
+
+
+class RaySettings(BaseModel):
+    """Where the ray engine finds its hosts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str | None = Field(
+        None, min_length=1, description="HOST:PORT of the cluster to join; none: start Ray on this machine"
+    )
+    hosts: int | None = Field(
+        None, ge=1, description="processes that train clients; none: one per GPU, or per CPU and at most 8 on a machine"
+    )
+    cpus: int | None = Field(
+        None, ge=1, description="CPUs of each host, which trains as many clients at once; none: all, divided among them"
+    )
+    gpus: int | None = Field(
+        None, ge=0, le=1, description="GPUs of each host; none: 1 if the device is a GPU, otherwise 0"
+    )
+
+
+GROUPS: dict[str, type[BaseModel]] = {"training": Training, "ray": RaySettings}
+"""Settings that are groups of settings."""
+
+
 class Experiment(BaseModel):
     """Everything that determines a run's numbers, and a few settings that do not."""
 
@@ -89,7 +116,7 @@ class Experiment(BaseModel):
     count_bound: int | None = Field(
         None, ge=1, description="most samples that a reply may claim; none: as many as the largest client trains on"
     )
-    engine: Literal["auto", "sequential", "threads", "vectorized"] = Field("auto", description="where clients train")
+    engine: EngineName = Field("auto", description="where clients train")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     tf32: bool = Field(
         True, description="on a GPU, multiply with 10 bits of mantissa instead of 23, where it can: much faster"
@@ -100,6 +127,7 @@ class Experiment(BaseModel):
         gt=0,
         description="gigabytes of client states kept in memory; none: half of the machine's, a third of a GPU's",
     )
+    ray: RaySettings = Field(default_factory=RaySettings, description="the cluster of the ray engine")
     checkpoint_every: int | None = Field(
         None, ge=1, description="rounds between checkpoints; none: as often as costs at most 3 % of the time"
     )
@@ -138,7 +166,8 @@ class Experiment(BaseModel):
         normal = normal_form(values)
         normal.pop("versions", None)
         normal.setdefault("method", None)  # so that it is missed in words that say what to write
-        return {**with_nones(cls, normal), "training": with_nones(Training, normal["training"])}
+        nested = {name: with_nones(model, normal[name]) for name, model in GROUPS.items()}
+        return {**with_nones(cls, normal), **nested}
 
     @model_validator(mode="after")
     def _enough_participants(self) -> Experiment:
@@ -202,13 +231,13 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
 
 
 def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with changes laid over it; options of the method and the training are replaced one by one.
+    """The content with changes laid over it; options of the method and settings in groups are replaced one by one.
 
     >>> merged({"method": "fedproto", "lr": 0.1}, {"training": {"lr": 0.2}})
-    {'method': {'name': 'fedproto'}, 'training': {'lr': 0.2}}
+    {'method': {'name': 'fedproto'}, 'training': {'lr': 0.2}, 'ray': {}}
     """
     before, after = normal_form(content), normal_form(changes)
-    result = {**before, **after, "training": {**before["training"], **after["training"]}}
+    result = {**before, **after, **{group: {**before[group], **after[group]} for group in GROUPS}}
     old, new = before.get("method"), after.get("method")
     if isinstance(old, Mapping) and isinstance(new, Mapping) and new.get("name", old.get("name")) == old.get("name"):
         result["method"] = {**old, **new}
@@ -218,26 +247,32 @@ def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same with underscores for hyphens, the method as a mapping, preset and shortcuts as part of the training."""
     flat = _underscored(values)
-    method, training, preset = flat.get("method"), flat.pop("training", None), flat.pop("preset", None)
+    method, preset = flat.get("method"), flat.pop("preset", None)
     if method is not None:
         flat["method"] = {"name": method} if isinstance(method, str) else method
     if isinstance(method, Mapping):
         flat["method"] = _underscored(method)
-    if isinstance(training, Training):
-        training = training.model_dump()
-    if not isinstance(training, Mapping | None):
-        raise InputError(f"training is {training!r}, but must be names with values, such as 'lr: 0.1'.")
+    nested, ray = _group(flat, "training", "lr: 0.1"), _group(flat, "ray", "hosts: 2")
     if preset is not None and preset not in PRESETS:
         raise unknown_name("preset", str(preset), PRESETS)
     shortcuts = {name: flat.pop(name) for name in SHORTCUTS if name in flat}
     given = {name: value for name, value in shortcuts.items() if value is not None}
-    nested = _underscored(training or {})
     for name in given.keys() & nested.keys():
         if given[name] != nested[name]:
             raise InputError(
                 f"{name} is {given[name]!r} at the top level and {nested[name]!r} under training: keep one of them."
             )
-    return {**flat, "training": {**PRESETS.get(preset, {}), **nested, **given}}
+    return {**flat, "training": {**PRESETS.get(preset, {}), **nested, **given}, "ray": ray}
+
+
+def _group(flat: dict[str, Any], name: str, example: str) -> dict[str, Any]:
+    """Take a group of settings out."""
+    values = flat.pop(name, None)
+    if isinstance(values, BaseModel):
+        values = values.model_dump()
+    if not isinstance(values, Mapping | None):
+        raise InputError(f"{name} is {values!r}, but must be names with values, such as '{example}'.")
+    return _underscored(values or {})
 
 
 def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,12 +330,16 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
     """The first complaint of a validation as one sentence that names the field, the value and what is allowed."""
     first = error.errors()[0]
     # Behind a setting's name there may be the kind that a value was tried as, which says nothing to a user.
-    path = [str(part) for part in first["loc"]][: 2 if first["loc"][:1] == ("training",) else 1]
+    path = [str(part) for part in first["loc"]][: 2 if first["loc"][:1] and first["loc"][0] in GROUPS else 1]
     name = label.format(".".join(path) or "value")
     if first["type"] == "extra_forbidden":
-        known = list((model if len(path) == 1 else Training).model_fields)
+        known = list((model if len(path) == 1 else GROUPS[path[0]]).model_fields)
         if model is Experiment and len(path) == 1:
-            known += [*SHORTCUTS, "preset", *(f"training.{name}" for name in Training.model_fields)]
+            known += [
+                *SHORTCUTS,
+                "preset",
+                *(f"{group}.{name}" for group in GROUPS for name in GROUPS[group].model_fields),
+            ]
         problem = unknown_name("setting", path[-1], known)
         return InputError(str(problem).replace(f"'{path[-1]}'", f"'{name}'", 1))
     if first["type"] == "missing":

@@ -29,6 +29,10 @@ class ClientError(RunError):
     """Code that a client runs has failed: a network, a loss, a dataset. The cause is the error as it was."""
 
 
+class LostError(RunError):
+    """Clients' states are gone with the machine that held them; a checkpoint has them as they were."""
+
+
 class BadMessage(PolyfedError):
     """A message has the wrong names, shapes, types or values; a reply that raises this is left out of its round."""
 

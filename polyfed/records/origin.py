@@ -9,7 +9,7 @@ from typing import Any
 from polyfed.config import Experiment
 from polyfed.errors import InputError
 
-FREE = {"rounds", "engine", "device", "workers", "memory_budget", "checkpoint_every", "data_folder"}
+FREE = {"rounds", "engine", "device", "workers", "memory_budget", "ray", "checkpoint_every", "data_folder"}
 """Settings that may change when a run goes on: they say how long and where it runs, not what comes out."""
 
 
@@ -17,9 +17,11 @@ def fixed_settings(config: Experiment) -> dict[str, Any]:
     """The settings that determine a run's numbers, by name: `seed`, `training.lr`, `method.weight`."""
     settings: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
+        if name in FREE:
+            continue
         if isinstance(value, Mapping):
             settings |= {f"{name}.{inner}": setting for inner, setting in value.items()}
-        elif name not in FREE:
+        else:
             settings[name] = value
     return settings
 

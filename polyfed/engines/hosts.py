@@ -1,0 +1,176 @@
+"""One host of a cluster: a local engine over some of the clients, in a process of its own.
+
+What travels to and from it is plain arrays beside their types and shapes, which a cluster's object store shares between
+processes without a copy. Nothing here knows the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.compute import set_precision
+from polyfed.engines.base import LocalEngine, default_memory_budget
+from polyfed.engines.sequential import SequentialEngine
+from polyfed.engines.threads import ThreadsEngine
+from polyfed.engines.vectorized import VectorizedEngine
+from polyfed.evaluation import Evaluation
+from polyfed.message import Message, State, is_plain
+from polyfed.methods.base import Reply
+from polyfed.population import Population
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor's bytes."""
+
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Packed: TypeAlias = dict[str, PackedTensor | Tensor]
+"""Named tensors on their way; what is no plain tensor goes as it is, for the server to refuse."""
+
+
+@dataclass(frozen=True)
+class PackedMessage:
+    """A message on its way."""
+
+    tensors: Packed
+    metadata: Packed
+
+
+class Packer:
+    """Packs tensors; one that is in several messages is packed, and travels, once."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """How many bytes have been packed."""
+        self._known: dict[Hashable, tuple[Tensor, PackedTensor]] = {}
+
+    def tensors(self, tensors: Mapping[str, Tensor]) -> Packed:
+        """Named tensors, packed."""
+        return {name: self._tensor(tensor) if is_plain(tensor) else tensor for name, tensor in tensors.items()}
+
+    def message(self, message: Message) -> PackedMessage:
+        """A message, packed."""
+        return PackedMessage(self.tensors(message.tensors), self.tensors(message.metadata))
+
+    def _tensor(self, tensor: Tensor) -> PackedTensor:
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if key not in self._known:
+            plain = tensor.detach().cpu().contiguous()
+            packed = PackedTensor(_bytes(plain), tensor.dtype, tuple(tensor.shape))
+            self.bytes += packed.data.nbytes
+            self._known[key] = tensor, packed  # the tensor too, so that no other gets its address
+        return self._known[key][1]
+
+
+def unpacked(tensors: Packed) -> State:
+    """What was packed, in memory of its own."""
+    return {name: _unpacked(one) if isinstance(one, PackedTensor) else one for name, one in tensors.items()}
+
+
+def unpacked_message(message: PackedMessage) -> Message:
+    """A message that was packed."""
+    return Message(unpacked(message.tensors), unpacked(message.metadata))
+
+
+def _unpacked(packed: PackedTensor) -> Tensor:
+    tensor = torch.empty(packed.shape, dtype=packed.dtype)  # torch's alignment, on which the order of sums may depend
+    _bytes(tensor)[:] = packed.data
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True)
+class HostTraits:
+    """What a host is to be."""
+
+    gpu: bool = False
+    threads: int = 1
+    """Clients that train side by side; on a CPU."""
+    tf32: bool = True
+    memory_budget: int | None = None
+    """Bytes for the states of this host's clients; None: its part of what a machine has to spare."""
+    neighbours: int = 1
+    """Hosts on one machine, this one included."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a host answers after training."""
+
+    replies: list[tuple[Reply, PackedMessage]]
+    """Replies without their messages, and these."""
+    notes: list[str] = field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+    """How long the clients trained and were scored, without what it takes to pack and send."""
+
+
+class Host:
+    """Runs in a process of its own: a local engine over some of a federation's clients."""
+
+    def __init__(self, population: Population, traits: HostTraits) -> None:
+        device = torch.device("cuda" if traits.gpu else "cpu")
+        set_precision(device, tf32=traits.tf32)
+        torch.set_num_threads(1)
+        self._engine = _engine(replace(population, device=device), traits)
+
+    def place(self) -> tuple[str, int]:
+        """The machine that this host is on, by the name that the cluster gave it, and its process there."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id()), os.getpid()
+
+    def train(self, round: int, downloads: Mapping[int, PackedMessage], score: bool) -> Answers:
+        """Train these clients, and score them if asked to."""
+        received = {client: unpacked_message(message) for client, message in downloads.items()}
+        begin = time.perf_counter()
+        replies = self._engine.train(round, received)
+        if score:
+            scores = self._engine.evaluate(received, round)
+            replies = [replace(reply, evaluation=scores[reply.client]) for reply in replies]
+        seconds = time.perf_counter() - begin
+        packer, notes = Packer(), list(self._engine.notes)
+        self._engine.notes.clear()
+        sent = [(replace(reply, message=Message()), packer.message(reply.message)) for reply in replies]
+        return Answers(sent, notes, packer.bytes, seconds)
+
+    def evaluate(
+        self, clients: Sequence[int], round: int, downloads: Mapping[int, PackedMessage]
+    ) -> dict[int, Evaluation]:
+        """Score these clients, as if they had received these downloads."""
+        received = {client: unpacked_message(message) for client, message in downloads.items()}
+        return self._engine.evaluate(clients, round, received)
+
+    def states(self, clients: Iterable[int]) -> tuple[dict[int, Packed], bool]:
+        """The states of these clients, and that there are some: who asks may leave them where they are."""
+        return {client: Packer().tensors(self._engine.get_state(client)) for client in clients}, True
+
+    def restore(self, states: Mapping[int, Packed], clients: Iterable[int]) -> None:
+        """Put back the states of these clients."""
+        self._engine.restore(0, {client: unpacked(states[client]) for client in clients})
+
+
+def _engine(population: Population, traits: HostTraits) -> LocalEngine:
+    budget = traits.memory_budget
+    if budget is None:
+        budget = default_memory_budget(population.device) // (1 if traits.gpu else traits.neighbours)
+    if traits.gpu:
+        return VectorizedEngine(population, memory_budget=budget)
+    if traits.threads > 1:
+        return ThreadsEngine(population, workers=traits.threads, memory_budget=budget)
+    return SequentialEngine(population, memory_budget=budget)
