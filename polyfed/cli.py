@@ -64,7 +64,7 @@ def start(
         bool, typer.Option("--version", help="print the version and stop", callback=_print_version, is_eager=True)
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="print the whole traceback of an error; goes with every command")
+        bool, typer.Option("--debug", help="print the whole traceback of an error; works with every command")
     ] = False,
 ) -> None:
     """Model-heterogeneous personalised federated learning."""
@@ -72,7 +72,7 @@ def start(
 
 @app.command()
 def run(
-    method: Annotated[str, typer.Argument(metavar="METHOD|FILE.yaml", help="a method's name, or an experiment's file")],
+    method: Annotated[str, typer.Argument(metavar="METHOD|FILE.yaml", help="a method's name, or an experiment file")],
     data: Annotated[str | None, _option("data")] = None,
     partition: Annotated[str | None, _option("partition")] = None,
     classes_per_client: Annotated[str | None, _option("classes_per_client")] = None,
@@ -136,7 +136,9 @@ def run(
 @app.command()
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of an unfinished run")],
-    rounds: Annotated[int | None, typer.Option(help="go on to so many rounds, also if the run is finished")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="continue to that many rounds, even if the run is finished")
+    ] = None,
     from_round: Annotated[
         int | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
     ] = None,
@@ -144,12 +146,12 @@ def resume(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME or training.NAME from now on")
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="let clients whose states are lost start from their first weights")
+        bool, typer.Option("--repair", help="restart clients whose states are lost from their initial weights")
     ] = False,
     trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Go on with an interrupted run, or with a finished one to more rounds."""
+    """Continue an interrupted run, or extend a finished one."""
     if RunFolder.open(path).finished and rounds is None and not quiet:
         out_console.print("This run is already finished.")
     changes = parse_settings(settings or [])
@@ -163,19 +165,19 @@ def resume(
 
 @app.command()
 def methods(as_json: AsJson = False) -> None:
-    """The methods, with their papers, what is shared, and their options."""
+    """List the methods with their papers, what is shared, and their options."""
     _print(as_json, tables.methods(), tables.methods_table(), tables.method_options_table())
 
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """The networks and groups of networks."""
+    """List the networks and groups of networks."""
     _print(as_json, tables.networks(), tables.networks_table())
 
 
 @app.command()
 def datasets(as_json: AsJson = False) -> None:
-    """The datasets, and where each comes from."""
+    """List the datasets and where each comes from."""
     _print(as_json, tables.datasets(), tables.datasets_table())
 
 
@@ -186,7 +188,7 @@ def bench(
     engine: Annotated[str, typer.Option(help="the engine to measure")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """How fast this machine runs federations, against the plain loop measured in the same run."""
+    """Measure how fast this machine runs federations, compared with a plain loop in the same run."""
     from polyfed import bench as benchmark  # only this command needs it
 
     results = []
