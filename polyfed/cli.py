@@ -77,7 +77,7 @@ def start(
         bool, typer.Option("--version", help="print the version and stop", callback=_print_version, is_eager=True)
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="print the whole traceback of an error; goes with every command")
+        bool, typer.Option("--debug", help="print the whole traceback of an error; works with every command")
     ] = False,
 ) -> None:
     """Model-heterogeneous personalised federated learning."""
@@ -85,7 +85,7 @@ def start(
 
 @app.command()
 def run(
-    method: Annotated[str, typer.Argument(metavar="METHOD|FILE.yaml", help="a method's name, or an experiment's file")],
+    method: Annotated[str, typer.Argument(metavar="METHOD|FILE.yaml", help="a method's name, or an experiment file")],
     data: Annotated[str | None, _option("data")] = None,
     partition: Annotated[str | None, _option("partition")] = None,
     classes_per_client: Annotated[str | None, _option("classes_per_client")] = None,
@@ -154,7 +154,7 @@ def run(
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")],
     rounds: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="go on to so many rounds, also if the run is finished")
+        str | None, typer.Option(metavar="NUMBER", help="continue to that many rounds, even if the run is finished")
     ] = None,
     from_round: Annotated[
         str | None, typer.Option("--from", metavar="ROUND", help="go back to the checkpoint of a round; 0: start again")
@@ -163,12 +163,12 @@ def resume(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="method.NAME or training.NAME from now on")
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="let clients whose states are lost start from their first weights")
+        bool, typer.Option("--repair", help="restart clients whose states are lost from their initial weights")
     ] = False,
     trust: Annotated[bool, TRUST] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")] = False,
 ) -> None:
-    """Go on with a run. That is an interrupted one, or a finished one that gets more rounds."""
+    """Continue an interrupted run. Or extend a finished one."""
     if RunFolder.open(path).finished and rounds is None and not quiet:
         out_console.print("This run is already finished.")
     changes = parse_settings(settings or [])

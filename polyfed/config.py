@@ -75,20 +75,20 @@ class Experiment(BaseModel):
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
     alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")
     min_samples: int | None = Field(
-        None, ge=1, description="least samples of a client; none: 40 or half its fair share with dirichlet, 1 otherwise"
+        None, ge=1, description="fewest samples per client; none: with dirichlet 40 or half an even share, otherwise 1"
     )
     split: str = Field("8:1:1", description="train:validation:test within each client, or a paper's name")
     test_set: TestSet = Field(
         "auto",
-        description="a test set that comes with the data is kept apart or pooled with the rest; auto: apart for your "
-        "own data, pooled for named datasets",
+        description="whether a test set that comes with the data is kept apart or pooled with the rest; auto: apart "
+        "for your own data, pooled for named datasets",
     )
     clients: int = Field(10, ge=1, description="clients in the federation")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
     models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")
     head: str | list[str] | dict[str, str] | None = Field(
         None,
-        description="the layer that is the head in networks of your own, or one for each of them with commas between; "
+        description="the layer that is the head in your own networks, or one for each of them, separated by commas; "
         "none: the last linear one",
     )
     assignment: Assignment = Field("cycle", description="how networks are dealt out to clients")
@@ -97,29 +97,29 @@ class Experiment(BaseModel):
         "pool", description="reach that number by pooling along features or by a learned projection"
     )
     auxiliary: str | None = Field(
-        None, description="the homogeneous network of mutual-learning methods; none: the smallest of the models"
+        None, description="the small common network of mutual-learning methods; none: the smallest of the models"
     )
     start: Literal["architecture", "client"] = Field(
         "architecture", description="clients of one architecture start from the same weights, or each from its own"
     )
     rounds: int = Field(20, ge=1, description="rounds of communication")
     training: Training = Field(default_factory=Training, description="how clients train")
-    seed: int = Field(0, ge=0, description="everything random in the run follows from it")
+    seed: int = Field(0, ge=0, description="determines everything random in the run")
     evaluate: Literal["after-training", "after-download"] = Field(
         "after-training", description="score clients as they are, or as if each had just received the next download"
     )
     eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
-    min_replies: int = Field(1, ge=1, description="sound replies that a round needs")
+    min_replies: int = Field(1, ge=1, description="valid replies that a round needs")
     reply_bound: float | None = Field(
-        100.0, gt=1, description="how many times as large as usual a reply may be; none: as large as it likes"
+        100.0, gt=1, description="how many times as large as usual a reply may be; none: no limit"
     )
     count_bound: int | None = Field(
-        None, ge=1, description="most samples that a reply may claim; none: as many as the largest client trains on"
+        None, ge=1, description="the most samples a reply may claim; none: as many as the largest client trains on"
     )
     engine: EngineName = Field("auto", description="where clients train")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     tf32: bool = Field(
-        True, description="on a GPU, multiply with 10 bits of mantissa instead of 23, where it can: much faster"
+        True, description="on a GPU, multiply with 10 bits of mantissa instead of 23 where supported: much faster"
     )
     workers: int | None = Field(None, ge=1, description="threads of the threads engine; none: one per core")
     memory_budget: float | None = Field(
@@ -129,7 +129,7 @@ class Experiment(BaseModel):
     )
     ray: RaySettings = Field(default_factory=RaySettings, description="the cluster of the ray engine")
     checkpoint_every: int | None = Field(
-        None, ge=1, description="rounds between checkpoints; none: as often as costs at most 3 % of the time"
+        None, ge=1, description="rounds between checkpoints; none: chosen to take at most 3 % of the time"
     )
 
     @field_validator("method", mode="before")

@@ -358,7 +358,7 @@ def test_help_describes_every_option(shell: Shell) -> None:
     ):  # fmt: skip
         assert f"--{option}" in ended.output
     words = " ".join(ended.output.replace("│", " ").split())
-    assert "dealt out to clients; one of shares, pathological, dirichlet, iid (default: shares)" in words
+    assert "distributed among clients; one of shares, pathological, dirichlet, iid (default: shares)" in words
     assert "clients in the federation (default: 10)" in words
 
 

@@ -63,7 +63,7 @@ class Training(BaseModel):
     epochs: int = Field(1, ge=1, description="passes over a client's training samples in one round")
     batch_size: int = Field(16, ge=1, description="samples per step")
     lr: float = Field(0.05, gt=0, description="learning rate of plain SGD")
-    momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, started anew in every round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, reset in every round")
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty added to the gradient")
     clip: float | None = Field(None, gt=0, description="largest gradient norm of a trained module; none: no clipping")
     augment: bool = Field(False, description="random flip, erasing and crop of training images")

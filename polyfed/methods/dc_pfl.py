@@ -50,13 +50,13 @@ class DCPFL(Method):
 
     class Config(Method.Config):
         weight: float = Field(
-            0.1, ge=0, description="weight of a feature's distance to its class's global mean; 0: without that loss"
+            0.1, ge=0, description="weight of a feature's distance from its class's global mean; 0: without this term"
         )
         calibrate: bool = Field(
             True, description="train the head on virtual features too; false: no covariances are sent"
         )
-        virtual_features: int = Field(1000, ge=1, description="virtual features that are drawn in a round")
-        clip_virtual: bool = Field(False, description="raise negative virtual features to zero, as after a ReLU")
+        virtual_features: int = Field(1000, ge=1, description="virtual features drawn in a round")
+        clip_virtual: bool = Field(False, description="set negative virtual features to zero, as after a ReLU")
         paper_eq11: bool = Field(False, description="pool covariances with the weights that the paper prints")
         server_lr: float = Field(0.01, gt=0, description="learning rate of the head on the server")
         means_steps: int = Field(1, ge=1, description="steps of the head on each participant's class means")

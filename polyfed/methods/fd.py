@@ -24,10 +24,10 @@ class FD(Method):
     shares = "mean logits per class"
 
     class Config(Method.Config):
-        weight: float = Field(1.0, ge=0, description="weight of the difference to the mean logits")
+        weight: float = Field(1.0, ge=0, description="weight of the difference from the mean logits")
         loss: Literal["mse", "soft-ce"] = Field(
             "mse",
-            description="mean squared difference to the mean logits, or cross entropy with their softmax as target",
+            description="mean squared difference from the mean logits, or cross entropy with their softmax as target",
         )
         mean: Literal["all", "leave-one-out"] = Field(
             "all", description="a client receives the mean over all who sent the class, or over the others only"

@@ -37,7 +37,7 @@ class Mixing(nn.Module):
 
 
 class FedAPEN(SharedNetwork):
-    """Private and shared network teach each other and predict together; each client learns how to mix the two."""
+    """The private and the shared network teach each other and predict together; each client learns how to mix them."""
 
     name = "fedapen"
     title = "FedAPEN"
@@ -45,7 +45,7 @@ class FedAPEN(SharedNetwork):
 
     class Config(SharedNetwork.Config):
         mixing_samples: float = Field(
-            0.05, gt=0, lt=0.5, description="share of the training samples kept apart to learn the mixing weight"
+            0.05, gt=0, lt=0.5, description="share of the training samples set aside to learn the mixing weight"
         )
         mixing_epochs: int = Field(10, ge=1, description="passes over these samples in one round")
         mixing_lr: float = Field(1e-3, gt=0, description="learning rate of the mixing weight")

@@ -11,7 +11,7 @@ from polyfed.methods.parts.tools import module_state, part_of
 
 
 class FedAvg(Averaged):
-    """Clients train the global network on their data; the server averages the results by numbers of samples."""
+    """Clients train the global network on their data; the server averages the results, weighted by samples."""
 
     name = "fedavg"
     title = "FedAvg"

@@ -17,7 +17,7 @@ from polyfed.methods.parts.tools import cross_entropy
 
 
 class FedClassAvg(LGFedAvg):
-    """Like LG-FedAvg, with features that are alike for two views of a class and a head that stays near the received."""
+    """Like LG-FedAvg, with similar features for all views of a class and a head that stays near the one received."""
 
     name = "fedclassavg"
     title = "FedClassAvg"
@@ -28,9 +28,9 @@ class FedClassAvg(LGFedAvg):
             0.1, ge=0, description="weight of half the squared distance between the trained and the received head"
         )
         temperature: float = Field(
-            0.07, gt=0, description="divides similarities in the contrastive loss; small looks at near samples only"
+            0.07, gt=0, description="divides similarities in the contrastive loss; small: mostly near samples count"
         )
-        normalise: bool = Field(True, description="compare the directions of features only, not their lengths")
+        normalise: bool = Field(True, description="compare only the directions of features, not their lengths")
 
     config: Config
 

@@ -35,15 +35,15 @@ class FedGen(Method):
         label_weight: float | None = Field(
             None,
             ge=0,
-            description="weight of the loss on generated features at first; none: 10, at most 0.1 / lr",
+            description="initial weight of the loss on generated features; none: 10, or 0.1 / lr if that is less",
         )
         guidance_weight: float | None = Field(
             None,
             ge=0,
-            description="weight of the guidance by generated features at first; none: 10, at most 0.1 / lr",
+            description="initial weight of the guidance by generated features; none: 10, or 0.1 / lr if that is less",
         )
         decay: float = Field(
-            0.98, gt=0, le=1, description="what both weights and the server's learning rate are multiplied by per round"
+            0.98, gt=0, le=1, description="factor applied to both weights and the server's learning rate in each round"
         )
         noise: int = Field(32, ge=1, description="random numbers that a feature is generated from")
         hidden: int = Field(512, ge=1, description="hidden units of the generator")

@@ -21,7 +21,7 @@ SMALLEST_LOSS = 0.01
 
 
 class FedKD(SharedNetwork):
-    """Both networks learn from the labels and, the surer they are, from each other's probabilities and features."""
+    """Both networks learn from the labels and, the better they are, from each other's probabilities and features."""
 
     name = "fedkd"
     title = "FedKD"
@@ -31,7 +31,10 @@ class FedKD(SharedNetwork):
 
     class Config(SharedNetwork.Config):
         energy_start: float = Field(
-            0.95, gt=0, le=1, description="share of each matrix's squared singular values that travels at first"
+            0.95,
+            gt=0,
+            le=1,
+            description="share of each matrix's squared singular values that travels initially",
         )
         energy_end: float = Field(
             0.98, gt=0, le=1, description="the same in the last round; in between it rises evenly"

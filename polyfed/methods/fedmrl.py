@@ -26,7 +26,7 @@ class FedMRL(SharedNetwork):
 
     class Config(SharedNetwork.Config):
         shared_features: int | None = Field(
-            None, ge=1, description="features of the shared network; none: as many as it has by itself"
+            None, ge=1, description="features of the shared network; none: its own number"
         )
 
     config: Config

@@ -23,7 +23,8 @@ class FedProto(PrototypeMethod):
 
     class Config(PrototypeMethod.Config):
         mean: Literal["plain", "samples"] = Field(
-            "plain", description="the global prototype weights its holders equally or by their samples of the class"
+            "plain",
+            description="global prototypes weight a class's holders equally, or by their samples of the class",
         )
 
     config: Config

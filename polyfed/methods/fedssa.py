@@ -35,16 +35,16 @@ class FedSSA(Method):
 
     class Config(Method.Config):
         history: float = Field(
-            0.5, ge=0, le=1, description="how much of its own last rows a client adds at first (the paper's mu_0)"
+            0.5, ge=0, le=1, description="how much of its own last rows a client adds initially (the paper's mu_0)"
         )
         stable_round: int = Field(
-            4, ge=1, description="round from which on it adds nothing (the paper's T_stable); 1 or 2: never any"
+            4, ge=1, description="the round from which it adds nothing (the paper's T_stable); 1 or 2: it never does"
         )
         convex: bool = Field(
             False, description="mix own and global rows with weights that sum to one, so that rows do not grow"
         )
         holders: Literal["all", "participants"] = Field(
-            "all", description="a global row is the mean of all that ever sent the class, or of this round's alone"
+            "all", description="a global row is the mean over all clients that ever sent it, or over this round's only"
         )
         full_header: bool = Field(
             False, description="send whole headers with zeros for other classes, so that no list of classes travels"

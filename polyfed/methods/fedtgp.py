@@ -30,7 +30,7 @@ class TrainablePrototypes(nn.Module):
 
 
 class FedTGP(PrototypeMethod):
-    """As in FedProto, but global prototypes are learned: near their class's client prototypes, far from all others."""
+    """Like FedProto, but global prototypes are learned: near their class's client prototypes, far from all others."""
 
     name = "fedtgp"
     title = "FedTGP"
@@ -39,12 +39,12 @@ class FedTGP(PrototypeMethod):
     class Config(PrototypeMethod.Config):
         margin: Literal["max-pair", "max-min", "fixed", "none"] = Field(
             "max-pair",
-            description="margin between classes: the largest distance of two class centres, the largest distance of a "
-            "class centre to its nearest neighbour, the threshold itself, or none",
+            description="margin between classes: the largest distance between two class centres, the largest distance "
+            "from a class centre to its nearest neighbour, the threshold itself, or none",
         )
-        threshold: float = Field(100.0, gt=0, description="largest margin; the margin itself where that is fixed")
+        threshold: float = Field(100.0, gt=0, description="largest margin; the margin itself if that is fixed")
         network: bool = Field(
-            True, description="a two-layer network makes the prototypes of trained vectors; false: they are the vectors"
+            True, description="a two-layer network turns trained vectors into prototypes; false: the vectors are used"
         )
         broadcast: Literal["all", "uploaded"] = Field(
             "all", description="send prototypes of all classes, or only of those that some client has uploaded so far"

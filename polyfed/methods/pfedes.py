@@ -20,7 +20,7 @@ from polyfed.models.proxy import Activation
 
 
 class PFedES(Averaged):
-    """A network from images to images stands before every private model; it alone travels and is averaged.
+    """A network from images to images precedes every private model; only this network travels and is averaged.
 
     The two train in turn, each while the other is frozen. The proxy is not used for prediction.
     """
@@ -36,7 +36,7 @@ class PFedES(Averaged):
             0.1, gt=0, le=0.5, description="weight of the enhanced images in the model's loss (the paper's mu)"
         )
         proxy_epochs: int | None = Field(
-            None, ge=1, description="epochs of the proxy in a round; none: 5 if the model has 10, else as many as it"
+            None, ge=1, description="epochs of the proxy in a round; none: 5 if the model has 10, otherwise the model's"
         )
         activation: Activation = Field(
             "relu", description="what the two convolutions end with: relu as the released code, none or tanh"

@@ -68,7 +68,7 @@ def datasets() -> list[dict[str, Any]]:
 def methods_table() -> Table:
     """The methods for people."""
     rows = [[m["name"], f"{m['title']}, {m['paper']}", m["shares"], _needs(m["requires"])] for m in methods()]
-    return _table(["name", "method and paper", "what clients share", "must be alike"], rows)
+    return _table(["name", "method and paper", "what clients share", "must be the same"], rows)
 
 
 def method_options_table() -> Table:

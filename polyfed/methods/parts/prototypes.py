@@ -29,7 +29,9 @@ class PrototypeMethod(Method):
         weight: float | None = Field(
             None, ge=0, description="weight of the distance to the prototype; none: 0.1 for euclidean, 10 for mse"
         )
-        distance: Literal["euclidean", "mse"] = Field("euclidean", description="distance of a feature to its prototype")
+        distance: Literal["euclidean", "mse"] = Field(
+            "euclidean", description="distance between a feature and its prototype"
+        )
 
     config: Config
 
