@@ -71,7 +71,7 @@ class Experiment(BaseModel):
     method: dict[str, Any] = Field(description="name and options of the method")
     data: str = Field("digits", description="a dataset's name, or npz:PATH")
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
-    partition: Partition = Field("shares", description="how samples are dealt out to clients")
+    partition: Partition = Field("shares", description="how samples are distributed among clients")
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
     alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")
     min_samples: int | None = Field(
@@ -91,7 +91,7 @@ class Experiment(BaseModel):
         description="the layer that is the head in your own networks, or one for each of them, separated by commas; "
         "none: the last linear one",
     )
-    assignment: Assignment = Field("cycle", description="how networks are dealt out to clients")
+    assignment: Assignment = Field("cycle", description="how networks are distributed among clients")
     features: int | None = Field(None, ge=1, description="features every extractor gives; none: its own number")
     match_features: Match = Field(
         "pool", description="reach that number by pooling along features or by a learned projection"
