@@ -115,9 +115,9 @@ def polyfed_round(method: str, engine: str, folder: Path) -> tuple[Callable[[], 
     inside = {"train": 0.0, "round": 0.0, "data": 0.0}
     train = runner.train
 
-    def timed_train(*arguments: Any) -> Any:
+    def timed_train(*arguments: Any, **options: Any) -> Any:
         begin = time.perf_counter()
-        replies = train(*arguments)
+        replies = train(*arguments, **options)
         inside["train"] = time.perf_counter() - begin
         return replies
 
