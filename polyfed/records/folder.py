@@ -15,7 +15,6 @@ models/            client-0003.safetensors: each client's private model (`model.
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,6 +35,7 @@ from polyfed.records.claim import check_free, locked, new_id, read_claim, taken
 from polyfed.records.ending import Ending
 from polyfed.records.log import Extent, Log
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
+from polyfed.records.rows import as_csv, as_json, event_of
 from polyfed.records.states import ClientStates, Damaged, States, read_client, write_file, write_models
 
 ROUND_COLUMNS = (
@@ -86,7 +86,7 @@ class RunFolder:
             with locked(path):
                 disk.remove_unfinished(path, NAMES)
                 check_free(path, LOGS)
-                disk.write_first(path / "run.json", _json(content, indent=2) + "\n")
+                disk.write_first(path / "run.json", as_json(content, indent=2) + "\n")
                 folder = cls(path)
                 for log in folder._logs.values():
                     log.create()
@@ -122,11 +122,11 @@ class RunFolder:
 
     def add_round(self, row: Mapping[str, Any]) -> None:
         """Add a row to rounds.csv."""
-        self._rounds.append(_csv([[row[name] for name in ROUND_COLUMNS]]))
+        self._rounds.append(as_csv([[row[name] for name in ROUND_COLUMNS]]))
 
     def add_evaluations(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows to evaluations.csv."""
-        self._evaluations.append(_csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
+        self._evaluations.append(as_csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
 
     def add_start(self, round: int, engine: str, machine: str) -> None:
         """Record that the run begins, or goes on after that round."""
@@ -135,7 +135,7 @@ class RunFolder:
 
     def add_event(self, kind: str, **details: Any) -> None:
         """Add a line to events.jsonl."""
-        self._events.append(_json({"event": kind, **details}) + "\n")
+        self._events.append(as_json({"event": kind, **details}) + "\n")
 
     def save(
         self,
@@ -201,8 +201,8 @@ class RunFolder:
         stored = write_file(models, "server.safetensors", state_bytes(server))
         disk.sync_folder(models)
         disk.remove_unfinished(models, (*(file.file for file in files), stored.file))
-        table = _csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
-        texts = zip(RESULTS, (table, _json(summary, indent=2) + "\n"), strict=True)
+        table = as_csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
+        texts = zip(RESULTS, (table, as_json(summary, indent=2) + "\n"), strict=True)
         results = tuple(write_file(self.path, name, text.encode()) for name, text in texts)
         disk.sync_folder(self.path)
         records = {name: log.sync(copy=False) for name, log in self._logs.items()}
@@ -317,7 +317,7 @@ class RunFolder:
     def events(self) -> list[dict[str, Any]]:
         """The whole lines of events.jsonl."""
         lines = (disk.read(self.path / "events.jsonl") or b"").split(b"\n")
-        return [event for line in lines if (event := _event(line)) is not None]
+        return [event for line in lines if (event := event_of(line)) is not None]
 
     def summary(self) -> dict[str, Any]:
         """summary.json; a run that has not ended has none."""
@@ -376,7 +376,9 @@ class RunFolder:
 
     def _write_content(self, **changes: Any) -> None:
         content = {**self._content, **changes}
-        disk.write(self.path / "run.json", _json({n: v for n, v in content.items() if v is not None}, indent=2) + "\n")
+        disk.write(
+            self.path / "run.json", as_json({n: v for n, v in content.items() if v is not None}, indent=2) + "\n"
+        )
         self._content = content
 
     def _log(self, name: str, columns: tuple[str, ...]) -> Log:
@@ -385,32 +387,11 @@ class RunFolder:
             return len(row) == len(columns) and row[0].isdecimal() and int(row[0]) <= round
 
         def is_event(line: str, round: int) -> bool:
-            event = _event(line.encode())
+            event = event_of(line.encode())
             return event is not None and event.get("round", 0) <= round
 
         path, copy = self.path / name, self.path / "checkpoint" / name
         if columns:
-            return Log(path, copy, _csv([columns]), is_row)
+            return Log(path, copy, as_csv([columns]), is_row)
         # Where a run went on, and what it said on the way, stays known even if it did not get to a checkpoint.
         return Log(path, copy, "", is_event, lambda line: json.loads(line)["event"] != "round")
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """A line of events.jsonl; None if a kill or a fault left something else."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    whole = isinstance(event, dict) and "event" in event and isinstance(event.get("round", 0), int)
-    return event if whole else None
-
-
-def _csv(rows: Iterable[Iterable[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _json(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON that every program reads: it has no NaN, so a number that does not exist is null."""
-    return json.dumps({name: None if value != value else value for name, value in values.items()}, indent=indent)
