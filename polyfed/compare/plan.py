@@ -20,9 +20,9 @@ from polyfed.resuming import check_trusted
 
 MethodChoice = str | Path | type[Method] | Mapping[str, Any]
 """A name, an address, a file, a class, or a mapping with a name, options and perhaps a label."""
-OWN = ("method.", "training.", "ray.")
+OWN = ("method.", "training.")
 """Settings that may differ between the methods of a comparison; all others must be the same."""
-HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder")
+HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray")
 """Settings that may differ between any two runs: they have no influence on numbers, or are the comparison's own."""
 LONGEST_NAME = 120
 FILES = (".yaml", ".yml")
@@ -258,9 +258,9 @@ def _check_concerned(
 def _check_belong_together(cells: Sequence[Cell]) -> None:
     """Methods are comparable only on the same federation: same data, partition, networks, rounds, evaluation."""
     first = cells[0]
-    expected = _common(first)
+    expected = common_settings(first)
     for cell in cells[1:]:
-        for name, value in _common(cell).items():
+        for name, value in common_settings(cell).items():
             if name not in {*first.point, *cell.point} and expected.get(name) != value:
                 raise InputError(
                     f"{name} is {typed(expected.get(name))} for {first.method} and {typed(value)} for {cell.method}, "
@@ -268,9 +268,10 @@ def _check_belong_together(cells: Sequence[Cell]) -> None:
                 )
 
 
-def _common(cell: Cell) -> dict[str, Any]:
+def common_settings(cell: Cell) -> dict[str, Any]:
+    """The settings that all methods of a comparison have in common."""
     settings = settings_by_name(cell.config)
-    return {n: v for n, v in settings.items() if n not in HARMLESS and not n.startswith(OWN)}
+    return {n: v for n, v in settings.items() if n.partition(".")[0] not in HARMLESS and not n.startswith(OWN)}
 
 
 def _shown(point: Mapping[str, Any]) -> str:
