@@ -102,6 +102,7 @@ def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path) -> No
         values = point if isinstance(point, tuple) else (point,)
         place.set_title(", ".join(f"{n} = {v}" for n, v in zip(swept, values, strict=False)), fontsize=9)
         place.set(xlabel="round", ylabel="accuracy on test samples (%)")
+        place.xaxis.get_major_locator().set_params(integer=True)
     for place in list(np.atleast_1d(axes).flat)[len(panels) :]:
         place.set_axis_off()
     _legend(figure, np.atleast_1d(axes).flat[0])

@@ -15,7 +15,7 @@ from polyfed.assemble import PYTHON
 from polyfed.compare.crew import Crew
 from polyfed.compare.plan import Cell
 from polyfed.config import Experiment, read_yaml
-from polyfed.data import Dataset
+from polyfed.data import Dataset, load_dataset
 from polyfed.errors import InputError, PolyfedError, first_line
 from polyfed.methods import OWN
 from polyfed.models import Models
@@ -72,7 +72,7 @@ def run_cells(
             errors.add(cell.name, str(error), of_input=True)
             tell(f"{cell.name} failed: {error}")
     if left:
-        tell(f"{len(left)} runs to do, {len(cells) - len(left) - len(errors.reasons)} already finished")
+        tell(f"{len(left)} {'run' if len(left) == 1 else 'runs'} to do, {len(cells) - len(left) - len(errors.reasons)} already finished")
     watcher = watcher or Watcher()
     if jobs == 1:
         _one_by_one(left, paths, errors, tell, watcher, data, models)
@@ -166,6 +166,7 @@ def _side_by_side(
     tell: Callable[[str], None],
     watcher: Watcher,
 ) -> None:
+    _fetch_data(cells)
     by_name = {cell.name: cell for cell in cells}
     tasks = {name: {"config": _portable(cell.config), "path": str(paths[name])} for name, cell in by_name.items()}
     done = 0
@@ -183,6 +184,13 @@ def _side_by_side(
             raise _stopped(done, len(cells)) from None
     if done < len(cells):
         raise _stopped(done, len(cells))
+
+
+def _fetch_data(cells: Sequence[Cell]) -> None:
+    """Download what must be downloaded once, before several processes try to at the same time."""
+    for data, folder in {(cell.config.data, cell.config.data_folder) for cell in cells}:
+        with suppress(PolyfedError):  # every run will say what is wrong
+            load_dataset(data, folder)
 
 
 def _portable(config: Experiment) -> dict[str, Any]:
