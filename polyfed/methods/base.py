@@ -26,7 +26,7 @@ from polyfed.methods.parts.network import Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
-from polyfed.models.features import Match
+from polyfed.models.layers import Match
 from polyfed.seeds import seeded, torch_generator
 
 __all__ = [

@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from polyfed.errors import InputError, PolyfedError, first_line, user_place
-from polyfed.models.features import Match
+from polyfed.models.layers import Match
 from polyfed.models.split import SplitNetwork, split_network
 
 
