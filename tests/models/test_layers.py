@@ -116,7 +116,7 @@ def test_every_dropout_layer_of_a_tree_is_replaced_and_sharing_stays() -> None:
     assert list(network.state_dict()) == names
 
 
-def test_a_copy_goes_on_from_the_state_of_the_generator_on_its_own() -> None:
+def test_a_copy_continues_from_the_state_of_the_generator_on_its_own() -> None:
     dropout, x = seeded(), torch.ones(50)
     dropout(x)
     copied = deepcopy(dropout)
