@@ -16,9 +16,9 @@ from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine, vectorized
 from polyfed.engines import stacked as stacked_package
 from polyfed.engines.stacked import passes
-from polyfed.engines.stacked.begun import Begun
 from polyfed.engines.stacked.captured import reason
 from polyfed.engines.stacked.plan import new_plan
+from polyfed.engines.stacked.round import CohortRound
 from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import DivergedError, InputError
 from polyfed.methods import METHODS
@@ -201,14 +201,14 @@ def test_architectures_that_do_not_fit_side_by_side_train_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _, _ = run(tmp_path, SequentialEngine, "pfedes")
-    begin, begun = VectorizedEngine._begin, weakref.WeakSet[Any]()
+    begin, queued = VectorizedEngine._begin, weakref.WeakSet[Any]()
 
     def no_second(self: VectorizedEngine, *arguments: Any) -> Any:
         gc.collect()
-        if begun:
+        if queued:
             raise torch.OutOfMemoryError("no room")
         work = begin(self, *arguments)
-        begun.add(work)
+        queued.add(work)
         return work
 
     monkeypatch.setattr(VectorizedEngine, "_begin", no_second)
@@ -367,12 +367,12 @@ def test_batches_are_drawn_once_and_ahead_if_it_is_certain_whose(
             happened.append(f"draw {named['round']}")
         return new_plan(*given, **named)
 
-    def wait(self: Begun, visited: Any, round: int) -> list[float]:
+    def wait(self: CohortRound, visited: Any, round: int) -> list[float]:
         happened.append(f"wait {round}")
         return losses(self, visited, round)
 
-    losses = Begun.losses
-    monkeypatch.setattr(Begun, "losses", wait)
+    losses = CohortRound.losses
+    monkeypatch.setattr(CohortRound, "losses", wait)
     monkeypatch.setattr(vectorized, "new_plan", draw)
     monkeypatch.setattr(vectorized, "MOST_AHEAD", most)
     settings = {"models": (support.Wide,), "clients": 4, "rounds": 3, "participation": participation}
