@@ -53,7 +53,7 @@ def _check_anything_travels(population: Population) -> None:
         return
     if not method.first_state():
         raise InputError(
-            f"{method.name} shares {method.shares}, but all of it is frozen: leave some of its parameters trainable "
+            f"{method.name} sends {method.sends}, but all of it is frozen: leave some of its parameters trainable "
             "(requires_grad=True), or name another network (--set auxiliary=NAME for the small common one)."
         )
     if population.own_start and method.module == "model" and rest_of(population.task.new_model()).parameters:

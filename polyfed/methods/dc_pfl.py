@@ -24,7 +24,7 @@ from polyfed.methods.base import (
     Trained,
     Training,
 )  # fmt: skip
-from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, pack, possible, shares
+from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, in_proportion, pack, possible
 from polyfed.methods.parts.tools import (
     ClassVectors,
     class_vectors_schema,
@@ -44,7 +44,7 @@ class DCPFL(Method):
     name = "dc-pfl"
     title = "DC-PFL"
     paper = "Tang et al., IJCAI 2024"
-    shares = "means and covariances of features per class, and class counts"
+    sends = "means and covariances of features per class, and class counts"
     requires = ("features", "head")
     heavy = ("covariances",)
 
@@ -118,7 +118,7 @@ class DCPFL(Method):
                 raise BadMessage("'covariances' holds a negative variance.")
             raise BadMessage("'covariances' holds a covariance that is larger than its two variances allow.")
 
-    def weighed(self, message: Message) -> State:
+    def sized(self, message: Message) -> State:
         # Covariances by standard deviations, which are of the features' own scale; no other entry is larger.
         found = {"means": message.tensors["means"]}
         if self.config.calibrate:
@@ -151,7 +151,7 @@ class DCPFL(Method):
     def _virtual_features(self, server: Server, sent: Gaussians) -> tuple[Tensor, Tensor]:
         """Features of every class that was sent, in proportion to its samples, and their classes."""
         totals = torch.zeros(self.task.classes, dtype=torch.int64).index_add_(0, sent.labels, sent.counts)
-        amounts = shares(totals, self.config.virtual_features)
+        amounts = in_proportion(totals, self.config.virtual_features)
         generator = server.generator("virtual features")
         features, classes = draw(sent, amounts, generator=generator, paper_weights=self.config.paper_eq11)
         return features.clamp(min=0) if self.config.clip_virtual else features, classes

@@ -20,7 +20,7 @@ class FedGH(Method):
     name = "fedgh"
     title = "FedGH"
     paper = "Yi et al., ACM MM 2023"
-    shares = "class prototypes (mean features)"
+    sends = "class prototypes (mean features)"
     requires = ("features", "head")
     collect = Collect()
 

@@ -28,7 +28,7 @@ class FedSSA(Method):
     name = "fedssa"
     title = "FedSSA"
     paper = "Yi et al., IJCAI 2024"
-    shares = "header rows of seen classes"
+    sends = "header rows of seen classes"
     depends_on_rounds = True
     requires = ("features", "head")
     announces_classes = True

@@ -28,7 +28,7 @@ class PFedES(Averaged):
     name = "pfedes"
     title = "pFedES"
     paper = "Yi et al., AAAI 2025"
-    shares = "a small proxy extractor"
+    sends = "a small proxy extractor"
     module = "proxy"
 
     class Config(Averaged.Config):

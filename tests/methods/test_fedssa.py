@@ -79,9 +79,9 @@ def test_absent_holders_count_with_their_latest_rows(holders: str, expected: flo
 def test_own_share_follows_a_cosine_to_zero() -> None:
     """mu_0 = 0.5, T_stable = 4: 0.5 cos(pi t / 8) is .4619, .3536, .1913 in rounds 1 to 3, and exactly 0 from 4 on."""
     method = support.new_method({"name": "fedssa", "history": 0.5, "stable_round": 4})
-    shares = [method.own_share(round) for round in range(1, 7)]
-    assert shares == pytest.approx([0.461940, 0.353553, 0.191342, 0, 0, 0], abs=1e-6)
-    assert shares[3:] == [0, 0, 0]
+    own = [method.own_share(round) for round in range(1, 7)]
+    assert own == pytest.approx([0.461940, 0.353553, 0.191342, 0, 0, 0], abs=1e-6)
+    assert own[3:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class ClientFlops:
         return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
 
 
-def measure(network: ClientNetwork, method: Method) -> ClientFlops:
+def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
     """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
     # That module imports this one for ClientFlops.
     from polyfed.engines.client.round import prepare
