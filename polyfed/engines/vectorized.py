@@ -383,7 +383,9 @@ class VectorizedEngine(LocalEngine):
                 if plan.active:
                     step = stacked.PhaseStep(people, network, phase, state)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
-                    step(plan.on(people.device).at(0))
+                    inputs = plan.on(people.device).at(0)
+                    step.prepare(inputs)
+                    step(inputs)
             network.eval()
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)

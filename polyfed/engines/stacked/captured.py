@@ -67,12 +67,15 @@ class CapturedStep:
         self._parts = {len(step.total): step}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._asked: Counter[int] = Counter()
-        self._begun = False
+        self._prepared = False
         self._inputs: State = {}
         self._number = torch.zeros(1, dtype=torch.int64, device=step.total.device)
 
     def run(self, plan: Plan) -> None:
         """Queue all steps of a plan, from a fresh optimiser state."""
+        if plan.active and not self._prepared:
+            self.step.prepare(plan.at(0))
+            self._prepared = True
         self.step.reset()
         self._load(plan)
         width = plan.inputs["rows"].shape[2]
@@ -108,7 +111,6 @@ class CapturedStep:
         chosen = {name: t[:, :count].index_select(0, self._number)[0] for name, t in self._inputs.items()}
         self._parts[count]({name: tensor[:, :samples] for name, tensor in chosen.items()})
         self._number += 1
-        self._begun = True
 
     def _count(self, active: int) -> int:
         """How many clients take a step in which so many have a batch."""
@@ -118,7 +120,7 @@ class CapturedStep:
             return count
         self._asked[count] += 1
         worth = self._stream.cuda is None or self._asked[count] > WORTH_A_SHAPE
-        if not (worth and self._begun):  # the first step of all makes what parts share
+        if not worth:
             return full
         self._parts[count] = self.step.leading(count)
         return count
