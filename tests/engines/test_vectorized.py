@@ -152,6 +152,23 @@ def test_a_parameter_without_gradient_does_not_decay(tmp_path: Path) -> None:
         assert torch.equal(tensor, first[name]) == ("spare" in name)
 
 
+def test_prepare_learns_what_all_steps_have_in_common_and_changes_no_state() -> None:
+    """FD's loss returns logits, four per sample; of its two clients, part of the network is out of the loss's reach."""
+    clients = support.population("fd", models=(PartlyUnused,), clients=2, training={"weight_decay": 0.1})
+    (phase,) = clients.method.phases()
+    network = clients.new_network(0)
+    state = {name: torch.stack([tensor, tensor]) for name, tensor in network.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    step = PhaseStep(clients, network, phase, state)
+    network.eval()  # others use the network too
+    step.prepare(new_plan(clients, [0, 1], 4, 2, phase, 1).at(0))
+    assert network.model.training
+    assert step.sums is not None and step.sums.shape == (2, 4, 4) and not step.sums.any()
+    assert {name for name in step.frozen if "spare" in name} == {name for name in state if "spare" in name} != set()
+    assert step.trained and not [name for name in step.trained if "spare" in name]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+
+
 def test_clients_without_test_samples_are_no_error(tmp_path: Path) -> None:
     rounds, _, _ = run(tmp_path, VectorizedEngine, "fedproto", split="1:0:0")
     assert rounds.accuracy_mean.isna().all()
