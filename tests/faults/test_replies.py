@@ -43,7 +43,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     "fml with batch norm": {"method": "fml", "models": (support.Normed,)},
     "fedkd with batch norm": {"method": "fedkd", "models": (support.Normed,)},
     "fedproto by samples": {"method": {"name": "fedproto", "mean": "samples"}},
-    "fedssa with whole headers": {"method": {"name": "fedssa", "full_header": True}},
+    "fedssa with whole heads": {"method": {"name": "fedssa", "full_header": True}},
     "fd leave-one-out": {"method": {"name": "fd", "mean": "leave-one-out", "loss": "soft-ce"}},
     "dc-pfl as printed": {"method": {"name": "dc-pfl", "paper_eq11": True, "clip_virtual": True}},
 }
