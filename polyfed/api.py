@@ -215,7 +215,7 @@ def _resume(
         raise no_dataset(data)
     if not isinstance(settings, Mapping):
         raise InputError(f"settings is {settings!r}, but must be a mapping, such as {{'training': {{'lr': 0.01}}}}.")
-    if not isinstance(from_round, int | None):
+    if not isinstance(from_round, int | None) or isinstance(from_round, bool):
         raise InputError(f"from (the round to go back to) is {from_round!r}, but must be a whole number at least 0.")
     folder = RunFolder.open(Path(path))
     before = folder.read_config(trust=trust)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from polyfed.addresses import trusting
 from polyfed.data.given_test import TestSet
@@ -20,6 +20,7 @@ from polyfed.methods import find_method, register
 from polyfed.methods.base import Method, Training
 from polyfed.models.features import Match
 from polyfed.models.zoo import Assignment
+from polyfed.settings import Settings
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -40,10 +41,8 @@ EngineName = Literal["auto", "sequential", "threads", "vectorized", "ray"]
 """The list of engines; choices, `--help` and errors come from it."""
 
 
-class RaySettings(BaseModel):
+class RaySettings(Settings):
     """Where the ray engine finds its hosts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str | None = Field(
         None, min_length=1, description="HOST:PORT of the cluster to join; none: start Ray on this machine"
@@ -63,10 +62,8 @@ GROUPS: dict[str, type[BaseModel]] = {"training": Training, "ray": RaySettings}
 """Settings that are groups of settings."""
 
 
-class Experiment(BaseModel):
+class Experiment(Settings):
     """Everything that determines a run's numbers, and a few settings that do not."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     method: dict[str, Any] = Field(description="name and options of the method")
     data: str = Field("digits", description="a dataset's name, or npz:PATH")

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from polyfed.evaluation import Evaluation
@@ -28,6 +28,7 @@ from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
 from polyfed.models.features import Match
 from polyfed.seeds import seeded, torch_generator
+from polyfed.settings import Settings
 
 __all__ = [
     "Batch",
@@ -55,10 +56,8 @@ Loss: TypeAlias = Callable[[ClientNetwork, Batch], Tensor | tuple[Tensor, Tensor
 Common: TypeAlias = Literal["features", "head", "network"]
 
 
-class Training(BaseModel):
+class Training(Settings):
     """How every client trains; the same for all methods, so that they can be compared."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     epochs: int = Field(1, ge=1, description="passes over a client's training samples in one round")
     batch_size: int = Field(16, ge=1, description="samples per step")
@@ -253,8 +252,8 @@ class Method:
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 
-    class Config(BaseModel):
-        model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    class Config(Settings):
+        """The method's options; those of a method are fields of a subclass."""
 
     def __init__(self, config: Config, task: Task, training: Training) -> None:
         self.config = config
