@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from polyfed.errors import InputError, first_line
+
+PYTHON = "python:"
+"""Marks data or networks that were passed as Python objects, in a run's record."""
+ADDRESS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 _trusted: ContextVar[bool] = ContextVar("trusted", default=True)
 
@@ -33,6 +38,17 @@ def load_trusted(address: str, what: str) -> object:
             "trust=True)."
         )
     return load_object(address)
+
+
+def names_code(value: object) -> bool:
+    """Whether a setting holds an address, alone or in a list separated by commas.
+
+    >>> names_code("cnn5, nets:Small"), names_code("python:Small"), names_code("8:1:1"), names_code(None)
+    (True, False, False, False)
+    """
+    if not isinstance(value, str) or value.startswith(PYTHON):
+        return False
+    return any(ADDRESS.fullmatch(part.strip()) for part in value.split(","))
 
 
 def load_object(address: str) -> object:

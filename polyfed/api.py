@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from polyfed.addresses import trusting
-from polyfed.assemble import PYTHON, assemble, facts
+from polyfed.addresses import PYTHON, trusting
+from polyfed.assemble import assemble, facts
 from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment
 from polyfed.data import Dataset, no_dataset
@@ -28,6 +28,7 @@ from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.population import Population
 from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import Restored, RunFolder
+from polyfed.records.claim import resume_command
 from polyfed.report.progress import watched
 from polyfed.resuming import changed_settings, check_trusted, differences, located
 from polyfed.server.federation import Federation, Watcher
@@ -273,8 +274,11 @@ def _go(
     with explained(folder, config):
         saved, problems = folder.restore(from_round, repair=repair)
         _check_rounds(config, saved)
+        planned = folder.planned_rounds or (before or config).rounds
         if before is not None and before != config:
             folder.rewrite_config(config)
+        if planned != config.rounds:  # also if they were edited in config.yaml
+            folder.plan(config.rounds)
         budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
         engine = new_engine(
             config.engine,
@@ -288,7 +292,7 @@ def _go(
             federation = Federation(config, population.method, engine, folder, watcher, device=population.device)
             if saved is not None:
                 federation.restore(saved)
-            _record_start(federation, machine_name(population.device), before)
+            _record_start(federation, machine_name(population.device), before, planned)
             for problem in [*found, *problems]:
                 federation.note(problem)
             summary = federation.run()
@@ -305,7 +309,7 @@ def _check_rounds(config: Experiment, saved: Restored | None) -> None:
         )
 
 
-def _record_start(federation: Federation, machine: str, config_before: Experiment | None) -> None:
+def _record_start(federation: Federation, machine: str, config_before: Experiment | None, planned: int) -> None:
     """Record where the run begins or goes on, and what is different from before."""
     folder, start = federation.folder, federation.server.round
     earlier = folder.starts()
@@ -315,11 +319,11 @@ def _record_start(federation: Federation, machine: str, config_before: Experimen
     if config_before is not None:
         for change in differences(config_before, federation.config):
             federation.note(f"from round {start + 1} on, {change}")
-        if config_before.rounds != federation.config.rounds and federation.method.depends_on_rounds:
-            federation.note(
-                f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} "
-                "from the beginning would give other numbers"
-            )
+    if start and planned != federation.config.rounds and federation.method.depends_on_rounds:
+        federation.note(
+            f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} from "
+            "the beginning would give other numbers"
+        )
 
 
 @contextmanager
@@ -339,7 +343,8 @@ def enough_memory(what: str) -> Iterator[None]:
 @contextmanager
 def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
     """Inside, what ends a run says how to go on with it."""
-    again = f"`polyfed resume {folder.path}`"
+    command = resume_command(folder.path)
+    again = f"`{command}`"
     try:
         with enough_memory("the run"):
             yield
@@ -355,6 +360,6 @@ def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
         if not rounds:
             raise
         raise DivergedError(
-            f"{error} To go back, use `polyfed resume {folder.path} --from {rounds[0]} --set "
+            f"{error} To go back, use `{command} --from {rounds[0]} --set "
             f"training.lr={config.training.lr / 10:g}`; there are checkpoints of rounds {', '.join(map(str, rounds))}."
         ) from error

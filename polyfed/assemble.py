@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from polyfed.addresses import PYTHON
 from polyfed.compute import physical_memory, set_precision
 from polyfed.config import Experiment
 from polyfed.data import (
@@ -35,9 +36,6 @@ from polyfed.models.factories import FromInstance
 from polyfed.population import Population
 from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
-
-PYTHON = "python:"
-"""Marks data or networks that were handed over as Python objects, in a run's record."""
 
 
 def assemble(config: Experiment, data: Dataset | None = None, models: Models | None = None) -> Population:
@@ -181,7 +179,7 @@ def find_device(name: str) -> torch.device:
 def _named_data(config: Experiment) -> Dataset:
     if config.data.startswith(PYTHON):
         raise InputError(
-            f"the data '{config.data.removeprefix(PYTHON)}' came from Python; hand it over again: "
+            f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "
             "polyfed.resume(run, data=…)."
         )
     return load_dataset(config.data, config.data_folder)
@@ -190,7 +188,7 @@ def _named_data(config: Experiment) -> Dataset:
 def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:
     if models is None and config.models.startswith(PYTHON):
         raise InputError(
-            f"the networks '{config.models.removeprefix(PYTHON)}' came from Python; hand them over again: "
+            f"the networks '{config.models.removeprefix(PYTHON)}' came from Python; pass them again: "
             "polyfed.resume(run, models=…)."
         )
     return resolve(config.models if models is None else models, config.head)

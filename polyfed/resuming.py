@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyfed.assemble import PYTHON
+from polyfed.addresses import PYTHON
 from polyfed.config import Experiment, experiment, merged
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown

@@ -146,7 +146,7 @@ def test_quiet_prints_only_the_folder(shell: Shell) -> None:
     again = shell("run", "standalone", *SMALL, "--out", "here")
     assert again.status == 2
     assert is_one_sentence(again.error)
-    assert "'here' already holds a run; go on with `polyfed resume here`" in again.error
+    assert "'here' already holds a run; continue it with `polyfed resume here`" in again.error
     assert shell("resume", "here", "--quiet") == Ended(0, "here\n", "")
     assert shell("resume", "here").output.startswith("This run is already finished.")
     folder = shell("run", "here")

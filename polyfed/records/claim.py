@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from polyfed.addresses import names_code
 from polyfed.errors import InputError
 from polyfed.records import disk
 
@@ -30,6 +31,13 @@ def read_claim(path: Path) -> dict[str, Any]:
     named = isinstance(token, str) and len(token) == 8 and not set(token) - set("0123456789abcdef")
     sound = named and all(isinstance(content.get(part, {}), dict) for part in ("settings", "facts"))
     return dict(content) if sound else {}
+
+
+def resume_command(path: Path) -> str:
+    """The command that continues a run, with --trust if its settings name code that has to be imported."""
+    settings = read_claim(path).get("settings", {})
+    code = [value for name, value in settings.items() if name in ("models", "auxiliary") or name.startswith("method.")]
+    return f"polyfed resume {path}{' --trust' if any(map(names_code, code)) else ''}"
 
 
 @contextmanager
@@ -73,7 +81,8 @@ def taken(path: Path) -> InputError:
     """The error for a folder that a run can't have."""
     if (path / "run.json").exists() or (path / "config.yaml").exists():
         return InputError(
-            f"'{path}' already holds a run; go on with `polyfed resume {path}` or choose another folder (--out)."
+            f"'{path}' already holds a run; continue it with `{resume_command(path)}`, or choose another folder "
+            "(--out)."
         )
     if path.is_dir():
         return InputError(f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out).")

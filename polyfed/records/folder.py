@@ -31,7 +31,7 @@ from polyfed.errors import InputError
 from polyfed.message import State, state_bytes
 from polyfed.records import disk
 from polyfed.records.checkpoint import Checkpoints, Restored
-from polyfed.records.claim import check_free, locked, new_id, read_claim, taken
+from polyfed.records.claim import check_free, locked, new_id, read_claim, resume_command, taken
 from polyfed.records.ending import Ending
 from polyfed.records.log import Extent, Log
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
@@ -77,6 +77,7 @@ class RunFolder:
         content = {
             "id": new_id(),
             "began_in": str(Path.cwd()),
+            "rounds": config.rounds,
             "settings": fixed_settings(config),
             "facts": dict(facts or {}),
         }
@@ -254,6 +255,10 @@ class RunFolder:
         self._write_content(settings=fixed_settings(config))
         disk.write(self.path / "config.yaml", config.to_yaml())
 
+    def plan(self, rounds: int) -> None:
+        """Remember how many rounds the run is to have from now on."""
+        self._write_content(rounds=rounds)
+
     # Reading ----------------------------------------------------------------------------------------------------
 
     @property
@@ -269,6 +274,12 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether the run has ended."""
         return bool(self._content.get("finished"))
+
+    @property
+    def planned_rounds(self) -> int | None:
+        """How many rounds the run was to have when it was last started; None if that was not recorded."""
+        rounds = self._content.get("rounds")
+        return rounds if isinstance(rounds, int) else None
 
     @property
     def began_in(self) -> Path:
@@ -322,7 +333,9 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """summary.json; a run that has not ended has none."""
         if not self.finished:
-            raise InputError(f"the run in '{self.path}' is not finished; go on with `polyfed resume {self.path}`.")
+            raise InputError(
+                f"the run in '{self.path}' is not finished; continue it with `{resume_command(self.path)}`."
+            )
         stored = self._ending().results[1]
         if problem := stored.change(self.path):
             raise InputError(
@@ -368,7 +381,7 @@ class RunFolder:
         if not path.exists() and self.finished:
             raise InputError(f"'{path}' is missing: put it back, or run it again from its config.yaml.")
         if not path.exists():
-            raise InputError(f"'{self.path}' has no {name} yet; go on with `polyfed resume {self.path}`.")
+            raise InputError(f"'{self.path}' has no {name} yet; continue the run with `{resume_command(self.path)}`.")
         try:
             return pd.read_csv(path)
         except (ValueError, pd.errors.ParserError, UnicodeDecodeError) as error:

@@ -20,6 +20,7 @@ from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
 from polyfed.profile import check_common, samples_known
 from polyfed.records import Restored, RunFolder
+from polyfed.records.claim import resume_command
 from polyfed.records.states import misfit
 from polyfed.seeds import numpy_generator
 from polyfed.server.replies import MOST_SAMPLES, Door
@@ -103,7 +104,7 @@ class Federation:
                 self.checkpoint()
                 raise Interrupted(
                     f"stopped after round {number} of {self.config.rounds}; "
-                    f"go on with `polyfed resume {self.folder.path}`."
+                    f"continue with `{resume_command(self.folder.path)}`."
                 )
             if self._checkpoint_is_due(number):
                 self.checkpoint()
@@ -149,9 +150,9 @@ class Federation:
         if row["replies"] < self.config.min_replies:
             self.checkpoint()
             raise RunError(
-                f"round {number} has {row['replies']} sound replies and needs {self.config.min_replies} (min_replies); "
-                f"the reasons are in {self.folder.path / 'events.jsonl'}, and `polyfed resume {self.folder.path}` goes "
-                "on with the next round."
+                f"round {number} has {row['replies']} valid replies and needs {self.config.min_replies} (min_replies); "
+                f"the reasons are in {self.folder.path / 'events.jsonl'}, and `{resume_command(self.folder.path)}` "
+                "continues with the next round."
             )
 
     def _train_and_fuse(self, number: int) -> tuple[dict[str, Any], float]:
@@ -213,7 +214,7 @@ class Federation:
         """The replies that can be fused; every other is noted with its reason."""
         sound, refused = self.door.admit(number, replies, self.progress.sizes)
         for client, reason in refused.items():
-            self.note(f"round {number} goes on without client {client}: {reason}", client=client)
+            self.note(f"round {number} continues without client {client}: {reason}", client=client)
         return sound
 
     def _evaluates(self, number: int) -> bool:

@@ -77,7 +77,7 @@ def test_the_folder_of_a_finished_run_is_complete(tmp_path: Path) -> None:
 def test_an_existing_run_is_not_touched(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     folder.add_round(row(1))
-    with pytest.raises(InputError, match="already holds a run; go on with `polyfed resume"):
+    with pytest.raises(InputError, match="already holds a run; continue it with `polyfed resume"):
         new_folder(tmp_path)
     assert len(folder.rounds()) == 1
 
@@ -300,7 +300,7 @@ def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
 def test_an_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     assert not folder.finished
-    with pytest.raises(InputError, match="not finished; go on with `polyfed resume"):
+    with pytest.raises(InputError, match="not finished; continue it with `polyfed resume"):
         folder.summary()
     with pytest.raises(InputError, match="no clients.csv yet"):
         folder.clients()
