@@ -1,4 +1,4 @@
-"""Objects of the user's own by their address, `package.module:name`, and whether their code may be run."""
+"""The user's own objects by their address, `package.module:name`, and whether their code may be run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trusting(trust: bool) -> Iterator[None]:
 
 
 def load_trusted(address: str, what: str) -> object:
-    """What an address names, if the user has allowed to run its code."""
+    """What an address names, if the user allows its code to be run."""
     if not _trusted.get():
         raise InputError(
             f"the {what} '{address}' is code that would be run: if you trust it, say so with --trust (in Python with "

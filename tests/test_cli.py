@@ -82,7 +82,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--lr", "-1"), "training.lr is -1, but must be a number greater than 0"),
         (("standalone", "--partition", "dirichlett"), "must be one of shares, pathological, dirichlet, iid"),
         (("standalone", "--preset", "papers"), "unknown preset 'papers': did you mean 'paper'?"),
-        (("standalone", "--split", "8-1-1"), "split '8-1-1' is no ratio"),
+        (("standalone", "--split", "8-1-1"), "split '8-1-1' is not a ratio"),
         (("standalone", "--engine", "ray2"), "engine is 'ray2', but must be one of"),
         (("standalone", "--device", "cuda:77"), "device is 'cuda:77', which this machine does not have"),
         (("standalone", "--device", "meta"), "device is 'meta', which this machine does not have"),

@@ -143,8 +143,8 @@ def test_what_is_wrong_is_one_sentence(settings: dict[str, Any], words: str) -> 
     ("content", "words"),
     [
         (b"method: [", "is not valid YAML"),
-        (b"just words", "holds no experiment"),
-        (b"", "holds no experiment"),
+        (b"just words", "is not an experiment"),
+        (b"", "is not an experiment"),
         (b"\xff\xfe", "can't read the experiment"),
         (b"rounds: 3", "names no method"),
     ],

@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(tmp_path: Path) -
     polyfed.resume(tmp_path / "stopped", **own)
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
     assert notes(tmp_path / "stopped") == [
-        f"a checkpoint is damaged, so the run goes on after round 1: manifest.json: '{torn.name}' is damaged"
+        f"a checkpoint is damaged, so the run continues after round 1: manifest.json: '{torn.name}' is damaged"
     ]
 
 
@@ -118,7 +118,7 @@ def test_more_rounds_can_be_asked_for_before_the_end_too(tmp_path: Path) -> None
     whole = polyfed.run(**{**support.DEFAULTS, "method": "fedproto", "rounds": 5}, **tiny(), out=tmp_path / "whole")
     polyfed.resume(run, **tiny(), rounds=5)
     assert records(run) == records(whole.folder.path)
-    with pytest.raises(polyfed.InputError, match=r"is finished, after round 5: it can only go on .*--rounds 10"):
+    with pytest.raises(polyfed.InputError, match=r"is finished, after round 5: it can only continue .*--rounds 10"):
         polyfed.resume(run, **tiny(), rounds=4)
 
 

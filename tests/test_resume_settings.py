@@ -19,16 +19,16 @@ from tests.stopping import StopAfterTwo, records, stopped, tiny
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"training": {"lr": 0.2}}, "training.lr is 0.2, but the run in '.*run' began with 0.1"),
-        ({"training": {"momentum": 0.9}}, "training.momentum is 0.9, but the run in .* began with 0.0"),
-        ({"training": {"clip": 1.0}}, "training.clip is 1.0, but the run in .* began with none"),
-        ({"seed": 1}, "seed is 1, but the run in .* began with 0"),
-        ({"partition": "iid"}, "partition is iid, but the run in .* began with shares"),
+        ({"training": {"lr": 0.2}}, "training.lr is 0.2, but the run in '.*run' started with 0.1"),
+        ({"training": {"momentum": 0.9}}, "training.momentum is 0.9, but the run in .* started with 0.0"),
+        ({"training": {"clip": 1.0}}, "training.clip is 1.0, but the run in .* started with none"),
+        ({"seed": 1}, "seed is 1, but the run in .* started with 0"),
+        ({"partition": "iid"}, "partition is iid, but the run in .* started with shares"),
         ({"classes_per_client": 3}, "classes_per_client is 3"),
-        ({"models": "python:Wide"}, "models is python:Wide, but the run in .* began with python:Wide,Narrow"),
-        ({"clients": 3}, "clients is 3, but the run in .* began with 4"),
-        ({"method": {"name": "fedtgp"}}, "method.name is fedtgp, but the run in .* began with fedproto"),
-        ({"method": {"weight": 3.0}}, "method.weight is 3.0, but the run in .* began with none"),
+        ({"models": "python:Wide"}, "models is python:Wide, but the run in .* started with python:Wide,Narrow"),
+        ({"clients": 3}, "clients is 3, but the run in .* started with 4"),
+        ({"method": {"name": "fedtgp"}}, "method.name is fedtgp, but the run in .* started with fedproto"),
+        ({"method": {"weight": 3.0}}, "method.weight is 3.0, but the run in .* started with none"),
         ({"split": "6:2:2"}, "split is 6:2:2"),
         ({"participation": 0.5}, "participation is 0.5"),
     ],
@@ -63,10 +63,10 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     run = stopped(tmp_path / "run")
     data = support.tiny_dataset()
     data.images[5, 0, 0, 0] += 1
-    with pytest.raises(polyfed.InputError, match="the data is 120 samples .*, but the run .* began with 120 samples"):
+    with pytest.raises(polyfed.InputError, match="the data is 120 samples .*, but the run .* started with 120 samples"):
         polyfed.resume(run, data=data, models=tiny()["models"])
     more = support.tiny_dataset(per_class=32)
-    with pytest.raises(polyfed.InputError, match="the data is 128 samples .*, but the run .* began with 120 samples"):
+    with pytest.raises(polyfed.InputError, match="the data is 128 samples .*, but the run .* started with 120 samples"):
         polyfed.resume(run, data=more, models=tiny()["models"])
 
 
@@ -77,7 +77,7 @@ def test_other_networks_of_the_same_name_are_refused(tmp_path: Path) -> None:
         def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
             support.Wide.__init__(self, input_shape, classes, hidden=9)
 
-    with pytest.raises(polyfed.InputError, match="the network Narrow is one with hash .*, but the run .* began with"):
+    with pytest.raises(polyfed.InputError, match="the network Narrow is one with hash .*, but the run .* started with"):
         polyfed.resume(run, data=support.tiny_dataset(), models=[support.Wide, Narrow])
 
 

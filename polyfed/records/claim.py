@@ -1,4 +1,4 @@
-"""Whose folder it is: a run takes only one that is new or empty, and one process at a time works on it."""
+"""Who owns a folder: a run uses only a new or empty one, and one process at a time works on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyfed.records import disk
 
 
 def new_id() -> str:
-    """The id of a new run. It is part of the names of its files, so that no others are ever deleted."""
+    """The id of a new run. It is part of the names of its files, so that no other file is ever deleted."""
     return secrets.token_hex(4)
 
 
@@ -64,7 +64,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_free(path: Path, begun: Collection[str]) -> None:
-    """Raise unless the folder is empty, but for a run that was killed before it began: that one is removed.
+    """Raise unless the folder is empty; a run that was killed before it began is removed.
 
     Such a run has `run.json` and perhaps these files, but no config.yaml yet.
     """
@@ -78,7 +78,7 @@ def check_free(path: Path, begun: Collection[str]) -> None:
 
 
 def taken(path: Path) -> InputError:
-    """The error for a folder that a run can't have."""
+    """The error for a folder that a run can't use."""
     if (path / "run.json").exists() or (path / "config.yaml").exists():
         return InputError(
             f"'{path}' already holds a run; continue it with `{resume_command(path)}`, or choose another folder "

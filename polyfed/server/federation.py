@@ -30,7 +30,7 @@ CHECKPOINT_SHARE = 0.03
 
 
 class Watcher:
-    """Is told how a run goes on; the default says nothing. The command line shows progress with one."""
+    """Is told about a run's progress; the default shows nothing. The command line uses one to show progress."""
 
     stop_requested = False
     """Set it, and the run ends after the round in progress, with a checkpoint."""
@@ -84,7 +84,7 @@ class Federation:
         self._last_checkpoint = time.perf_counter()
 
     def restore(self, saved: Restored) -> None:
-        """Go on where a checkpoint stands."""
+        """Continue from a checkpoint."""
         self.server.round = saved.round
         try:
             self.server.load(saved.server)
@@ -116,7 +116,7 @@ class Federation:
         try:
             self.folder.save(self.server.round, self.server.named_state(), self.progress.to_dict(), self.engine.states)
         except (OSError, MemoryError, RuntimeError) as error:
-            # A full disk or a lack of memory must not end a run: the checkpoint before is still there.
+            # A full disk or a lack of memory must not end a run: the previous checkpoint is still there.
             if not isinstance(error, OSError) and not out_of_memory(error):
                 raise
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else "out of memory"
@@ -125,7 +125,7 @@ class Federation:
         self._checkpoint_seconds = self._last_checkpoint - begin
 
     def participants(self, round: int) -> list[int]:
-        """The clients that take part in a round: so many of those that can be asked."""
+        """The clients that take part in a round: a share of those that can be asked."""
         there = sorted(self.engine.available())
         count = share_of(len(there), self.config.participation)
         if count == len(there):
@@ -194,7 +194,7 @@ class Federation:
         return row, round(trained - begin, 4)
 
     def _note_remarks(self, replies: list[Reply]) -> None:
-        """Keep what was remarked on clients, one note for all of whom the same is said, and on the server."""
+        """Record remarks on clients, one note for all clients with the same remark, and remarks on the server."""
         remarks: dict[str, list[int]] = {}
         for reply in replies:
             for note in reply.notes:
@@ -211,7 +211,7 @@ class Federation:
         self.server.notes.clear()
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
-        """The replies that can be fused; every other is noted with its reason."""
+        """The replies that can be fused; each of the others is noted with its reason."""
         sound, refused = self.door.admit(number, replies, self.progress.sizes)
         for client, reason in refused.items():
             self.note(f"round {number} continues without client {client}: {reason}", client=client)

@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_names_client_round_and_phase(tmp_path: Path, 
 
 
 def test_rounds_and_replies_build_no_networks(tmp_path: Path) -> None:
-    """A network is built for the first weights, its counts and the like, not once more per reply."""
+    """A network is built for the initial weights, its counts and the like, not once more per reply."""
 
     def built(rounds: int) -> int:
         calls = []

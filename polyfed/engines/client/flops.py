@@ -29,13 +29,13 @@ class ClientFlops:
     collect: float
 
     def of_round(self, visits: Mapping[str, int], samples: int) -> int:
-        """Operations of one client in one round, from the samples that each phase visited and those it has."""
+        """Operations of one client in one round, from the samples that each phase visited and the client has."""
         return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
 
 
 def measure(network: ClientNetwork, method: Method) -> ClientFlops:
-    """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
-    # That module imports this one for ClientFlops.
+    """Count one architecture's operations per sample; this changes the network's state, so pass a fresh one."""
+    # Imported here because that module imports this one for ClientFlops.
     from polyfed.engines.client.round import prepare
 
     device = next(network.parameters()).device
