@@ -51,7 +51,9 @@ class RaySettings(Settings):
         None, ge=1, description="processes that train clients; none: one per GPU, or per CPU and at most 8 on a machine"
     )
     cpus: int | None = Field(
-        None, ge=1, description="CPUs of each host, which trains as many clients at once; none: all, divided among them"
+        None,
+        ge=1,
+        description="CPUs of each host, which trains that many clients at once; none: all, shared evenly",
     )
     gpus: int | None = Field(
         None, ge=0, le=1, description="GPUs of each host; none: 1 if the device is a GPU, otherwise 0"

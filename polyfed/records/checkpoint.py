@@ -238,7 +238,7 @@ class Checkpoints:
         server, progress = (entry.read(self.folder) for entry in (manifest.server, manifest.progress))
         try:
             state, content = load(server), dict(json.loads(progress))
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises its own errors
             raise Damaged(f"the server's state can't be read ({error})") from error
         whole = [shard for shard in manifest.clients if shard not in lost]
         self._current = Manifest(**{**vars(manifest), "clients": tuple(whole)})

@@ -354,7 +354,7 @@ class RunFolder:
                 file = self.path / "models" / shard.file
                 try:
                     return read_client(file, client)
-                except Exception as error:  # safetensors has errors of its own
+                except Exception as error:  # safetensors raises its own errors
                     raise InputError(f"'{file}' is damaged or missing ({error}): restore it.") from error
         count = sum(len(shard.clients) for shard in shards)
         raise InputError(f"there is no client {client}; the run has {count} clients, counted from 0.")

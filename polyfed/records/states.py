@@ -173,7 +173,7 @@ def write_shards(
 
 
 def write_models(folder: Path, clients: list[int], state: Callable[[int], State]) -> list[Shard]:
-    """Each client's state in a file of its own; if they are many, in files of many clients."""
+    """Each client's state in its own file; if there are many, in files of many clients."""
     if len(clients) > MOST_CLIENTS:
         return write_shards(folder, lambda number: f"clients-{number:04d}.safetensors", clients, state)
     files = [write_file(folder, f"client-{client:04d}.safetensors", state_bytes(state(client))) for client in clients]

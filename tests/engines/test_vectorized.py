@@ -232,7 +232,7 @@ def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkey
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes", models=(support.Wide,))
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert [note["note"] for note in notes if "did not fit" in note["note"]] == [
-        "4 clients at once did not fit into memory; from now on 2 at most"
+        "4 clients at once did not fit into memory; from now on at most 2 train together"
     ]
 
 

@@ -152,7 +152,7 @@ def _patches(
 
 @triton.jit
 def _spread(w, o, down, right, channel, i, j, OUT: tl.constexpr, IN: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
-    """What filter o, moved by so many rows and columns, has at place (i, j); zero outside of the filter."""
+    """What filter o, moved by these rows and columns, has at place (i, j); zero outside the filter."""
     i, j = i - down, j - right
     known = (o < OUT) & (channel < IN) & (i >= 0) & (i < KH) & (j >= 0) & (j < KW)
     return tl.load(w + (o * (IN * KH * KW) + channel * (KH * KW) + i * KW + j), known, 0.0)
