@@ -104,7 +104,7 @@ def command(
             r"fails in training \(phase 'model'\) with standalone: name 'missing'",
         ),
         (("--models", f"{HERE}:Unused"), "whose output it does not use: its logits come from 'out', so .*head=out"),
-        (("--features", "1000000000"), "features is 1000000000, but heads of so many features .* GB"),
+        (("--features", "1000000000"), "features is 1000000000, but heads with that many features .* GB"),
         (("--clients", "1000000000"), "1000000000 clients cannot share the 1797 samples of 'digits'"),
         (("--models", f"{HERE}:TwoLayers", "--set", "head=a,b"), "head names 2 layers, but there are 1 networks"),
         (("--models", f"{HERE}:TwoLayers", "--set", "head={TwoLayer: a}"), "head 'TwoLayer': did you mean"),
