@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
@@ -15,6 +16,7 @@ from polyfed.compare import statistics
 from polyfed.compare.outcomes import Outcome
 from polyfed.compare.plan import Cell, concerns, grid
 from polyfed.config import typed
+from polyfed.records import disk
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 """Okabe and Ito's, which colour-blind people can tell apart, without the black and the pale yellow."""
@@ -149,4 +151,6 @@ def _legend(figure: Any, axes: Any) -> None:
 
 def _save(figure: Any, stem: Path) -> None:
     for kind in KINDS:
-        figure.savefig(stem.with_name(f"{stem.name}.{kind}"))
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=kind)
+        disk.write(stem.with_name(f"{stem.name}.{kind}"), drawn.getvalue())
