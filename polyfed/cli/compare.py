@@ -31,7 +31,7 @@ def compare(
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="NUMBER", help="runs side by side, each in a process of its own")] = 1,
     baseline: Annotated[
-        str, typer.Option(metavar="METHOD", help="the method to which differences are taken")
+        str, typer.Option(metavar="METHOD", help="the method that the others are compared with")
     ] = "standalone",
     no_differences: Annotated[bool, typer.Option("--no-differences", help="compare without a baseline")] = False,
     round: Annotated[

@@ -75,7 +75,7 @@ def compare(
     """Run methods with several seeds and compare them; what is already finished in `out` is not run again.
 
     `methods` are names, classes, YAML files, or mappings with a `name`, options and a `label`. `sweeps` maps settings
-    to the values to try. `baseline` is the method to which differences are taken, or None. `settings` are those of
+    to the values to try. `baseline` is the method that the others are compared with, or None. `settings` are those of
     `polyfed.run`. Runs that fail are in `failures`; the table has the others.
 
     >>> found = compare(["standalone", "fedproto"], seeds="0-2", rounds=5, out="proto")   # doctest: +SKIP
@@ -96,7 +96,7 @@ def compare(
         again, noise = _noise_cell(cells, outcomes, question), None
         if noise_floor and again is not None:
             if not (path / "noise").exists():
-                tell(f"{again.name} once more, for the noise floor")
+                tell(f"{again.name} once more, to see how much the same run varies")
             failed = finish([again], path / "noise")
             failures |= {f"noise/{name}": reason for name, reason in failed.items()}
             noise = None if failed else _noise(again, path, outcomes, question)
@@ -121,7 +121,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def find_baseline(cells: Sequence[Cell], wanted: str | None) -> str | None:
-    """The label of the method that differences are taken to."""
+    """The label of the method that the others are compared with."""
     if wanted is None:
         return None
     labels = list(dict.fromkeys(cell.method for cell in cells))
@@ -133,7 +133,7 @@ def find_baseline(cells: Sequence[Cell], wanted: str | None) -> str | None:
     if wanted != "standalone":
         raise InputError(f"the baseline '{wanted}' is not one of the methods: choose one of {', '.join(labels)}.")
     raise InputError(
-        f"there is no standalone to take differences to: add standalone to the methods, choose another baseline "
+        f"there is no standalone to compare with: add standalone to the methods, choose another baseline "
         f"(--baseline {labels[0]}), or do without differences (--no-differences)."
     )
 

@@ -62,7 +62,8 @@ def _described(cells: Sequence[Cell]) -> dict[str, Any]:
 def _united(path: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Both plans together; raises if they are not parts of one comparison."""
     before = {part: known.get(part) or {} for part in ("methods", "sweeps", "settings")}
-    if not all(isinstance(content, Mapping) for content in before.values()):
+    listed = [known.get("seeds") or [], *(before["sweeps"].values() if isinstance(before["sweeps"], Mapping) else ())]
+    if not all(isinstance(p, Mapping) for p in before.values()) or not all(isinstance(p, list) for p in listed):
         raise InputError(f"'{path / PLAN}' is damaged: put the file back, or choose another folder (--out).")
     if set(before["sweeps"]) != set(wanted["sweeps"]):
         was = ", ".join(before["sweeps"]) or "nothing"

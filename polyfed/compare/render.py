@@ -65,22 +65,22 @@ def legend(table: pd.DataFrame, question: Question, noise: float | None) -> list
         f"Mean over clients, then mean ± sample standard deviation over seeds. Differences, the worst decile and "
         f"clients worse off are of {rounds[question.round]}."
     ]
-    lines.append(f"Rules of prediction: {_rules(table)}.")
+    lines += [f"Rules of prediction: {rules}."] if (rules := _rules(table)) else []
     if question.baseline is not None:
         lines.append(
-            f"Differences to {question.baseline} are paired by seed, with Student's 95 % interval; p values are of the "
-            "paired t test, corrected by Holm over the methods of a table."
+            f"Differences from {question.baseline} are paired by seed, with Student's 95 % interval; p values are of "
+            "the paired t test, corrected by Holm over the methods of a table."
         )
     if table["clearly_best"].any():
-        lines.append("Bold: the best mean, where its paired 95 % interval against the second best excludes zero.")
+        lines.append(
+            "Bold: the best mean, where the paired 95 % interval of its lead over the second best excludes zero."
+        )
     elif len(table) > 1 and table["seeds"].min() >= FEWEST_SEEDS:
         lines.append(
-            "Nothing is bold, since no paired 95 % interval of the best mean to the second best excludes zero."
+            "Nothing is bold: no paired 95 % interval of the best method's lead over the second best excludes zero."
         )
     if noise is not None:
-        lines.append(
-            f"Noise floor: one run done twice with the same seed differed by {100 * noise:.2g} percentage points."
-        )
+        lines.append(f"Noise floor: the same run done twice differed by {100 * noise:.2g} percentage points.")
     if question.target is not None:
         lines.append(
             f"Target: accuracy {100 * question.target:g} %; a number is missing where not every seed reached it."

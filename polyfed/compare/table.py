@@ -35,7 +35,7 @@ class Question:
     rule: str | None = None
     """The rule of prediction; none: each method's own."""
     baseline: str | None = "standalone"
-    """The method that differences are taken to; none: no differences."""
+    """The method that the others are compared with; none: no differences."""
     target: float | None = None
     """The accuracy for which to say when it was reached."""
 

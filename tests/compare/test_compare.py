@@ -65,7 +65,7 @@ def test_a_comparison_writes_its_tables_and_continues_with_more(shell: Shell, tm
     ("arguments", "words"),
     [
         (("standalone", "fedprot"), "unknown method 'fedprot': did you mean 'fedproto'"),
-        (("fedproto",), "no standalone to take differences to: add standalone .*--baseline fedproto.*--no-differences"),
+        (("fedproto",), "no standalone to compare with: add standalone .*--baseline fedproto.*--no-differences"),
         (
             ("fedproto", "--baseline", "fedavg"),
             "the baseline 'fedavg' is not one of the methods: choose one of fedproto",
