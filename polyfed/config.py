@@ -109,6 +109,9 @@ class Experiment(BaseModel):
         "after-training", description="score clients as they are, or as if each had just received the next download"
     )
     eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
+    confusion: Literal["ends", "every", "none"] = Field(
+        "ends", description="when to record what is predicted as what: in the last round and the best, or always"
+    )
     min_replies: int = Field(1, ge=1, description="valid replies that a round needs")
     reply_bound: float | None = Field(
         100.0, gt=1, description="how many times as large as usual a reply may be; none: no limit"

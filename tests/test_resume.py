@@ -103,7 +103,7 @@ def wait_for_round(process: BaseProcess, run: Path, round: int) -> None:
 def records(run: Path) -> dict[str, Any]:
     """Everything in a run's folder that must not depend on interruptions."""
     rounds = pd.read_csv(run / "rounds.csv", dtype=str).drop(columns="seconds")
-    texts = {name: (run / name).read_text() for name in ("clients.csv", "evaluations.csv")}
+    texts = {name: (run / name).read_text() for name in ("clients.csv", "evaluations.csv", "confusion.csv")}
     models = {path.name: path.read_bytes() for path in sorted((run / "models").iterdir())}
     return {"rounds": rounds.to_csv(), **texts, **models}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from polyfed import confusion
 from polyfed.compute import out_of_memory
 from polyfed.config import Experiment, share_of
 from polyfed.engines.base import Engine
@@ -140,9 +141,9 @@ class Federation:
     def round(self, number: int) -> None:
         """One round, from the choice of participants to its records."""
         with self.door.naming_causes(self.progress.sizes):
-            row, training_seconds = self._train_and_fuse(number)
+            row, trained, training_seconds = self._train_and_fuse(number)
         if self._evaluates(number):
-            row |= self._evaluate(number)
+            row |= self._evaluate(number, trained)
             self.folder.add_round(row)
         self.folder.add_event("round", **row, training_seconds=training_seconds)
         self.watcher.on_round(number, row if "accuracy_mean" in row else None)
@@ -154,8 +155,8 @@ class Federation:
                 "on with the next round."
             )
 
-    def _train_and_fuse(self, number: int) -> tuple[dict[str, Any], float]:
-        """The round without its evaluation: its record, and how many seconds clients trained.
+    def _train_and_fuse(self, number: int) -> tuple[dict[str, Any], set[int], float]:
+        """The round without its evaluation: its record, who trained, and for how many seconds.
 
         Messages live no longer than this: some are large.
         """
@@ -190,7 +191,7 @@ class Federation:
             "replies": len(sound),
             **costs,
         }
-        return row, round(trained - begin, 4)
+        return row, {reply.client for reply in replies if not reply.failure}, round(trained - begin, 4)
 
     def _note_remarks(self, replies: list[Reply]) -> None:
         """Keep what was remarked on clients, one note for all of whom the same is said, and on the server."""
@@ -223,7 +224,7 @@ class Federation:
         """Whether a participant is to be scored as it is after this round's training."""
         return self._evaluates(number) and self.config.evaluate == "after-training"
 
-    def _evaluate(self, number: int) -> dict[str, float]:
+    def _evaluate(self, number: int, trained: Collection[int]) -> dict[str, float]:
         """Score all clients that can be asked; one that has not changed, or is away, keeps its last score."""
         there = sorted(self.engine.available())
         if self.config.evaluate == "after-download":
@@ -232,27 +233,46 @@ class Federation:
             unknown = set(there) - set(self.progress.latest)
             fresh = self.engine.evaluate((self.progress.stale & set(there)) | unknown, number)
         self._keep_scores(number, fresh)
-        return self._record_evaluation(number, dict(sorted(self.progress.latest.items())))
+        # After a download clients are no longer as they were after training.
+        known = set(trained) - self.progress.stale if self.config.evaluate == "after-training" else set()
+        return self._record_evaluation(number, dict(sorted(self.progress.latest.items())), known)
 
     def _keep_scores(self, number: int, fresh: Mapping[int, Evaluation]) -> None:
+        if self.config.confusion == "none":
+            fresh = {client: score.without_confusion() for client, score in fresh.items()}
         self.progress.stale -= set(fresh)
         self.progress.latest |= fresh
         for client, score in fresh.items():  # a score that did not change is neither better nor worse
             best = self.progress.clients.setdefault(client, Best())
             best.add(number, score.accuracy(), score.validation_accuracy())
 
-    def _record_evaluation(self, number: int, latest: Mapping[int, Evaluation]) -> dict[str, float]:
+    def _record_evaluation(
+        self, number: int, latest: Mapping[int, Evaluation], trained: Collection[int]
+    ) -> dict[str, float]:
         if not latest:
             return dict.fromkeys(ACCURACIES, math.nan)
         rules = list(next(iter(latest.values())).test_correct)
         parts: tuple[Part, ...] = ("test", "validation")
         table = {(part, rule): summarise(latest, part, rule) for part in parts for rule in rules}
+        participants = {client: score for client, score in latest.items() if client in trained}
         self.folder.add_evaluations(
-            {"round": number, "part": part, "rule": rule, **values} for (part, rule), values in table.items()
+            {
+                "round": number,
+                "part": part,
+                "rule": rule,
+                **values,
+                "accuracy_participants": summarise(participants, part, rule)["accuracy_mean"],
+            }
+            for (part, rule), values in table.items()
         )
         own = rules[0]
         test, validation = table["test", own], table["validation", own]
         self.progress.federation.add(number, test["accuracy_mean"], validation["accuracy_mean"])
+        counts = {client: dict(score.confusion) for client, score in latest.items()}
+        if self.config.confusion == "every":
+            self.folder.add_confusion(confusion.rows(number, counts))
+        elif self.config.confusion == "ends" and self.progress.federation.best_validation_round == number:
+            self.progress.best_confusion = counts
         return test
 
     def _checkpoint_is_due(self, number: int) -> bool:
@@ -300,7 +320,17 @@ class Federation:
             "best_round": best.best_round,
             **self.progress.totals,
         }
+        if self.config.confusion == "ends":
+            self._record_ends()
         self.folder.finish(
             self.server.round, self.server.named_state(), self.progress.to_dict(), rows, self.engine.states, summary
         )
         return summary
+
+    def _record_ends(self) -> None:
+        """Write what was predicted as what in the round best on validation and in the last."""
+        best, last = self.progress.federation.best_validation_round, self.server.round
+        if best != last:
+            self.folder.add_confusion(confusion.rows(best, self.progress.best_confusion))
+        counts = {client: dict(score.confusion) for client, score in self.progress.latest.items()}
+        self.folder.add_confusion(confusion.rows(last, counts))
