@@ -301,7 +301,15 @@ def _go(
             tf32=config.tf32,
         )
         try:
-            federation = Federation(config, population.method, engine, folder, watcher, device=population.device)
+            federation = Federation(
+                config,
+                population.method,
+                engine,
+                folder,
+                watcher,
+                device=population.device,
+                devices=population.devices,
+            )
             if saved is not None:
                 federation.restore(saved)
             _record_start(federation, machine_name(population.device), before)

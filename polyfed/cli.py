@@ -106,6 +106,7 @@ def run(
     seed: Annotated[str | None, _option("seed")] = None,
     engine: Annotated[str | None, _option("engine")] = None,
     device: Annotated[str | None, _option("device")] = None,
+    devices: Annotated[str | None, _option("devices")] = None,
     eval_every: Annotated[str | None, _option("eval_every")] = None,
     checkpoint_every: Annotated[str | None, _option("checkpoint_every")] = None,
     settings: Annotated[
@@ -124,7 +125,7 @@ def run(
         "test_set": test_set, "clients": clients, "participation": participation, "models": models,
         "features": features, "rounds": rounds,
         "epochs": epochs, "batch_size": batch_size, "lr": lr, "preset": preset, "seed": seed, "engine": engine,
-        "device": device, "eval_every": eval_every, "checkpoint_every": checkpoint_every,
+        "device": device, "devices": devices, "eval_every": eval_every, "checkpoint_every": checkpoint_every,
     }  # fmt: skip
     # Numbers come as texts, so that they are checked with everything else, in the same words.
     changes = together(

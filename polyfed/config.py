@@ -112,6 +112,12 @@ class Experiment(BaseModel):
     confusion: Literal["ends", "every", "none"] = Field(
         "ends", description="when to record what is predicted as what: in the last round and the best, or always"
     )
+    devices: str | None = Field(
+        None, min_length=1, description="simulate how long rounds take: uniform, three-tier or a CSV file's path"
+    )
+    deadline: float | None = Field(
+        None, gt=0, description="simulated seconds after which a round ends without the replies that are missing"
+    )
     min_replies: int = Field(1, ge=1, description="valid replies that a round needs")
     reply_bound: float | None = Field(
         100.0, gt=1, description="how many times as large as usual a reply may be; none: no limit"
@@ -160,6 +166,11 @@ class Experiment(BaseModel):
             raise one_sentence(error, find_method(name).Config, f"method.{{}} of {name}") from error
         return {"name": name, **config.model_dump(mode="json")}
 
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
     @model_validator(mode="before")
     @classmethod
     def _normal_form(cls, values: Any) -> Any:
@@ -178,6 +189,15 @@ class Experiment(BaseModel):
             raise InputError(
                 f"min_replies is {self.min_replies}, but must be at most {self.participants}: so many of the "
                 f"{self.clients} clients take part in a round."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deadline_needs_devices(self) -> Experiment:
+        if self.deadline is not None and self.devices is None:
+            raise InputError(
+                f"deadline is {self.deadline:g}, but without devices no time is simulated: add devices, such as "
+                "'devices: three-tier', or leave the deadline out."
             )
         return self
 

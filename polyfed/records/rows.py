@@ -17,7 +17,7 @@ ROUND_COLUMNS = (
 )  # fmt: skip
 EVALUATION_COLUMNS = (
     "round", "part", "rule", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile",
-    "accuracy_participants",
+    "accuracy_participants", "simulated_seconds",
 )  # fmt: skip
 EARLIER_EVALUATION_COLUMNS = EVALUATION_COLUMNS[:7]
 """Those of runs that began with polyfed 0.1."""

@@ -14,8 +14,9 @@ import torch
 from polyfed import confusion
 from polyfed.compute import out_of_memory
 from polyfed.config import Experiment, share_of
+from polyfed.devices import Clock, Device
 from polyfed.engines.base import Engine
-from polyfed.errors import RunError, clients_named
+from polyfed.errors import InputError, RunError, clients_named
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
@@ -65,8 +66,10 @@ class Federation:
         watcher: Watcher | None = None,
         *,
         device: torch.device | None = None,
+        devices: Mapping[int, Device] | None = None,
     ) -> None:
         self.config = config
+        self._clock = _new_clock(config, devices)
         self.method = method
         self.engine = engine
         self.folder = folder
@@ -170,7 +173,8 @@ class Federation:
         trained = time.perf_counter()
         self.progress.stale |= set(participants)
         self._keep_scores(number, {r.client: r.evaluation for r in replies if r.evaluation is not None})
-        sound = self._sound(number, replies)
+        in_time, simulated = self._on_time(replies, downloads)
+        sound = self._sound(number, in_time)
         if len(sound) >= self.config.min_replies:
             self.method.aggregate(self.server, sound)
         self._note_remarks(replies)
@@ -181,6 +185,7 @@ class Federation:
             "download_bytes": sum(message.nbytes for message in downloads.values()),
             "flops": sum(reply.flops for reply in replies),
             "seconds": round(time.perf_counter() - begin, 4),
+            **simulated,
         }
         self.progress.add_costs(costs)
         losses = [reply.loss for reply in sound if math.isfinite(reply.loss)]
@@ -193,6 +198,22 @@ class Federation:
         }
         return row, {reply.client for reply in replies if not reply.failure}, round(trained - begin, 4)
 
+    def _on_time(self, replies: list[Reply], downloads: Mapping[int, Message]) -> tuple[list[Reply], dict[str, float]]:
+        """The replies that come before the deadline, and how long the round lasts on the simulated clock if any."""
+        if self._clock is None:
+            return replies, {}
+        needed = {
+            reply.client: self._clock.devices[reply.client].seconds(
+                reply.flops, reply.message.nbytes, downloads[reply.client].nbytes
+            )
+            for reply in replies
+        }
+        late = self._clock.late(needed)
+        if late:
+            self._note_of(late, f"left out of the round, too slow for the deadline of {self._clock.deadline:g} s")
+        in_time = [reply for reply in replies if reply.client not in late]
+        return in_time, {"simulated_seconds": self._clock.round_seconds(needed.values())}
+
     def _note_remarks(self, replies: list[Reply]) -> None:
         """Keep what was remarked on clients, one note for all of whom the same is said, and on the server."""
         remarks: dict[str, list[int]] = {}
@@ -200,15 +221,19 @@ class Federation:
             for note in reply.notes:
                 remarks.setdefault(note, []).append(reply.client)
         for note, clients in remarks.items():
-            self.note(f"{clients_named(clients)}: {note}", show=False, clients=clients)
-            unheard = [client for client in clients if f"client {client}: {note}" not in self._shown]
-            self._shown.update(f"client {client}: {note}" for client in unheard)
-            if unheard:
-                self.watcher.on_note(f"{clients_named(unheard)}: {note}")
+            self._note_of(clients, note)
         for note in self.engine.notes + self.server.notes:
             self.note(note)
         self.engine.notes.clear()
         self.server.notes.clear()
+
+    def _note_of(self, clients: list[int], note: str) -> None:
+        """Keep one note that is true of these clients, and show it of those of whom it has not been shown yet."""
+        self.note(f"{clients_named(clients)}: {note}", show=False, clients=clients)
+        unheard = [client for client in clients if f"client {client}: {note}" not in self._shown]
+        self._shown.update(f"client {client}: {note}" for client in unheard)
+        if unheard:
+            self.watcher.on_note(f"{clients_named(unheard)}: {note}")
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; every other is noted with its reason."""
@@ -255,6 +280,7 @@ class Federation:
         parts: tuple[Part, ...] = ("test", "validation")
         table = {(part, rule): summarise(latest, part, rule) for part in parts for rule in rules}
         participants = {client: score for client, score in latest.items() if client in trained}
+        elapsed = self.progress.totals.get("simulated_seconds", math.nan)
         self.folder.add_evaluations(
             {
                 "round": number,
@@ -262,6 +288,7 @@ class Federation:
                 "rule": rule,
                 **values,
                 "accuracy_participants": summarise(participants, part, rule)["accuracy_mean"],
+                "simulated_seconds": elapsed,
             }
             for (part, rule), values in table.items()
         )
@@ -334,3 +361,14 @@ class Federation:
             self.folder.add_confusion(confusion.rows(best, self.progress.best_confusion))
         counts = {client: dict(score.confusion) for client, score in self.progress.latest.items()}
         self.folder.add_confusion(confusion.rows(last, counts))
+
+
+def _new_clock(config: Experiment, devices: Mapping[int, Device] | None) -> Clock | None:
+    if config.devices is None:
+        return None
+    if devices is None:
+        raise InputError(
+            f"devices is {config.devices}, but only a simulation has a simulated clock, and these clients are real: "
+            "leave devices and deadline out."
+        )
+    return Clock(devices, config.deadline)

@@ -44,7 +44,8 @@ def test_columns_are_the_documented_ones(tmp_path: Path) -> None:
         "accuracy_at_best_validation,accuracy_best"
     )
     assert heads["evaluations"] == (
-        "round,part,rule,accuracy_mean,accuracy_weighted,accuracy_std,accuracy_worst_decile,accuracy_participants"
+        "round,part,rule,accuracy_mean,accuracy_weighted,accuracy_std,accuracy_worst_decile,accuracy_participants,"
+        "simulated_seconds"
     )
     assert (",".join(ROUND_COLUMNS), ",".join(CLIENT_COLUMNS)) == (heads["rounds"], heads["clients"])
     assert ",".join(EVALUATION_COLUMNS) == heads["evaluations"]
