@@ -75,7 +75,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         features=features,
         match=config.match_features,
     )
-    shares = partition(
+    clients = partition(
         dataset,
         config.partition,
         config.clients,
@@ -86,12 +86,12 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         minimum=config.min_samples,
         test_set=config.test_set,
     )
-    check_tested(dataset, config.split, shares)
+    check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
     looks = {name: _look(distinct[name], example) for name, example in examples.items()}
     population = Population(
         dataset,
-        dict(enumerate(shares)),
+        dict(enumerate(clients)),
         owned,
         method,
         config.seed,
@@ -100,7 +100,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         looks,
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
-        notes=describe_test_set(dataset, config.split, config.test_set, shares),
+        notes=describe_test_set(dataset, config.split, config.test_set, clients),
         devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
     return rehearse(population, examples)
