@@ -127,6 +127,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ["computation of the clients", quantity(summary["flops"]), "FLOPs"],
         ["time for training and server", f"{summary['seconds']:.1f}", "seconds"],
     ]
+    if "simulated_seconds" in summary:
+        rows.append(["simulated time of all rounds", f"{summary['simulated_seconds']:.1f}", "seconds"])
     table = _table([summary["method"], "", ""], rows)
     table.columns[0].no_wrap = False
     table.columns[1].justify = "right"
