@@ -1,4 +1,4 @@
-"""What clients take for what: how many samples of a class are predicted as which class, and the scores that follow.
+"""What clients confuse: how many samples of a class are predicted as which class, and the scores that follow.
 
 A client's counts are sparse: of all pairs of classes only those that occur. A class of which a client has no test
 samples has no score there and is left out of that client's means, even if it is predicted by mistake; the mistake

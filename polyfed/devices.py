@@ -113,7 +113,7 @@ def _parse(path: Path, line: int, row: Mapping[str, str | None], clients: int) -
 
 
 def describe(devices: Mapping[int, Device]) -> str:
-    """The devices in words, to tell whether a run goes on with those it began with."""
+    """The devices in words, to check that a resumed run has those it started with."""
     rows = "\n".join(f"{client} {astuple(device)}" for client, device in sorted(devices.items()))
     return f"one with hash {hashlib.blake2b(rows.encode(), digest_size=8).hexdigest()}"
 

@@ -11,7 +11,7 @@ from polyfed.confusion import Cells, as_text, correct, from_text, samples
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How many of a client's samples are predicted rightly, by each way to predict that the method has."""
+    """How many of a client's samples are predicted correctly, by each of the method's rules of prediction."""
 
     test: int
     validation: int

@@ -16,7 +16,7 @@ from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.message import Message
 from polyfed.server.federation import Interrupted
 from tests import support
-from tests.test_resume import StopAfterTwo, records
+from tests.stopping import StopAfterTwo, records
 
 OWN: dict[str, Any] = {"data": support.tiny_dataset(), "models": [support.Wide, support.Narrow]}
 SETTINGS: dict[str, Any] = {
@@ -29,7 +29,7 @@ def frame(cells: Cells) -> pd.DataFrame:
 
 
 def test_scores_by_hand() -> None:
-    """Four samples of class 0: three right, one taken for 1. Two of class 1: one right, one taken for class 5.
+    """Four samples of class 0: three correct, one predicted as 1. Two of class 1: one correct, one predicted as 5.
 
     Class 0: accuracy 3/4, F1 = 2·3 / (2·3 + 0 + 1) = 6/7. Class 1: accuracy 1/2, F1 = 2·1 / (2·1 + 1 + 1) = 1/2.
     Class 5 has no test samples and is left out: balanced accuracy (3/4 + 1/2) / 2 = 5/8, macro-F1 (6/7 + 1/2) / 2.
@@ -48,7 +48,7 @@ def test_scores_by_hand() -> None:
     assert client == pytest.approx(expected)
 
 
-def test_a_class_that_is_never_predicted_rightly_scores_zero() -> None:
+def test_a_class_that_is_never_predicted_correctly_scores_zero() -> None:
     counts = frame(((2, 3, 2), (3, 3, 1)))
     assert class_scores(counts)["accuracy"].tolist() == [0.0, 1.0]
     assert class_scores(counts)["f1"].tolist() == [0.0, pytest.approx(0.5)]

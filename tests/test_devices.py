@@ -15,7 +15,7 @@ from polyfed.errors import InputError, RunError
 from polyfed.remote import Agreement, InMemoryTransport, RemoteEngine
 from polyfed.server.federation import Federation, Interrupted, Watcher
 from tests import support
-from tests.test_resume import StopAfterTwo, records
+from tests.stopping import StopAfterTwo, records
 
 OWN: dict[str, Any] = {"data": support.tiny_dataset(), "models": [support.Wide, support.Narrow]}
 HEADER = "client,flops_per_second,upload_bytes_per_second,download_bytes_per_second,latency_seconds\n"
@@ -159,7 +159,7 @@ def test_late_replies_are_left_out_but_their_clients_have_learned(tmp_path: Path
     plain.run()
     row, usual = federation.folder.rounds().iloc[0], plain.folder.rounds().iloc[0]
     assert (row.participants, row.replies) == (4, 2)
-    assert (row.upload_bytes, row.flops) == (usual.upload_bytes, usual.flops)  # sent, though in vain
+    assert (row.upload_bytes, row.flops) == (usual.upload_bytes, usual.flops)  # sent all the same
     # Heads of clients 0 and 1 alone are fused, each by its number of samples.
     heads = [federation.engine.get_state(client)["model.head.weight"] for client in range(2)]
     sizes = [len(federation.engine.population.data[client].train) for client in range(2)]
@@ -215,7 +215,7 @@ def test_a_table_that_changed_meanwhile_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     table(tmp_path / "devices.csv", *rows[:3], "3,2e6,1e6,1e6,0")
-    with pytest.raises(InputError, match="the table of devices is one with hash .*, but the run in .* began with"):
+    with pytest.raises(InputError, match="the table of devices is one with hash .*, but the run in .* started with"):
         polyfed.resume(tmp_path / "run", **OWN)
     table(tmp_path / "devices.csv", *rows)
     assert polyfed.resume(tmp_path / "run", **OWN).summary["simulated_seconds"] > 0

@@ -20,7 +20,7 @@ EVALUATION_COLUMNS = (
     "accuracy_participants", "simulated_seconds",
 )  # fmt: skip
 EARLIER_EVALUATION_COLUMNS = EVALUATION_COLUMNS[:7]
-"""Those of runs that began with polyfed 0.1."""
+"""The columns of runs that started with polyfed 0.1."""
 CLIENT_COLUMNS = (
     "client", "architecture", "parameters", "train_samples", "validation_samples", "test_samples", "classes",
     "accuracy_final", "accuracy_at_best_validation", "accuracy_best",
@@ -28,7 +28,7 @@ CLIENT_COLUMNS = (
 
 
 def evaluation_columns(path: Path) -> tuple[str, ...]:
-    """The columns of a run's evaluations.csv: those that it began with, so that all rows are alike."""
+    """The columns of a run's evaluations.csv: those that it started with, so that all rows have the same."""
     header = (disk.read(path) or b"").partition(b"\n")[0]
     earlier = header == ",".join(EARLIER_EVALUATION_COLUMNS).encode()
     return EARLIER_EVALUATION_COLUMNS if earlier else EVALUATION_COLUMNS
@@ -52,5 +52,5 @@ def as_csv(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def as_json(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON that every program reads: it has no NaN, so a number that does not exist is null."""
+    """JSON that every program reads: it has no NaN, so a missing number is null."""
     return json.dumps({name: None if value != value else value for name, value in values.items()}, indent=indent)
