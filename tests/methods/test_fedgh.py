@@ -46,7 +46,7 @@ def test_one_step_on_one_mean() -> None:
 
 def test_means_of_several_clients_share_a_mini_batch() -> None:
     """Classes 0 and 1 in one batch: gradients are averaged, so W[0, 0] = 0.01 · ¾ / 2 and b = (¼, ¼, −¼, −¼) / 100."""
-    method = support.new_method("fedgh")
+    method = support.new_method({"name": "fedgh", "server_batch_size": 10})
     server, header = zero_header(method)
     method.aggregate(server, [means(0, [0]), means(1, [1])])
     assert header.weight[0, 0].item() == pytest.approx(0.00375)
