@@ -2,7 +2,7 @@
 
 from polyfed.models.dropout import SeededDropout, seed_dropout, set_generator
 from polyfed.models.features import FeaturePool
-from polyfed.models.groups import GROUP_TITLES, GROUPS, default_features
+from polyfed.models.groups import GROUP_TITLES, GROUPS, default_auxiliary, default_features
 from polyfed.models.heads import HEADS
 from polyfed.models.networks import NETWORKS
 from polyfed.models.proxy import ProxyExtractor
@@ -21,6 +21,7 @@ __all__ = [
     "SeededDropout",
     "SplitNetwork",
     "assign",
+    "default_auxiliary",
     "default_features",
     "parameter_count",
     "resolve",
