@@ -22,7 +22,7 @@ from polyfed.assemble import find_device
 from polyfed.compute import machine_name
 from polyfed.config import (
     GROUPS,
-    PRESETS,
+    PRESET_TITLES,
     Experiment,
     describe_range,
     merged,
@@ -52,6 +52,7 @@ out_console = plain_console()
 error_console = plain_console(stderr=True)
 
 TRUST = typer.Option("--trust", help="import the networks that the file names as package.module:name")
+PRESETS_TEXT = "; ".join(f"{name}: {title}" for name, title in PRESET_TITLES.items())
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
@@ -100,9 +101,7 @@ def run(
     epochs: Annotated[str | None, _option("epochs", Training)] = None,
     batch_size: Annotated[str | None, _option("batch_size", Training)] = None,
     lr: Annotated[str | None, _option("lr", Training)] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="TEXT", help=f"training settings: {' or '.join(PRESETS)}")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(metavar="TEXT", help=f"training settings: {PRESETS_TEXT}")] = None,
     seed: Annotated[str | None, _option("seed")] = None,
     engine: Annotated[str | None, _option("engine")] = None,
     device: Annotated[str | None, _option("device")] = None,
