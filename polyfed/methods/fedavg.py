@@ -24,7 +24,7 @@ class FedAvg(Averaged):
     name = "fedavg"
     title = "FedAvg"
     paper = "McMahan et al., AISTATS 2017"
-    shares = "the whole network"
+    sends = "the whole network"
     requires = ("network",)
     module = "model"
 
