@@ -42,7 +42,8 @@ def assert_agree(tmp_path: Path, method: Any, **settings: Any) -> None:
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     for client in range(plain.config.clients):
         for name, tensor in plain.engine.get_state(client).items():
-            torch.testing.assert_close(stacked.engine.get_state(client)[name], tensor, rtol=1e-3, atol=1e-4)
+            if name != "received.version":  # FedKD's hash of weights, which the last bit changes
+                torch.testing.assert_close(stacked.engine.get_state(client)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

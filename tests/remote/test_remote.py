@@ -144,6 +144,33 @@ def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
     assert notes == ["round 2 continues without client 1: its power went out"]
 
 
+def test_fedkd_sends_the_network_to_a_site_that_missed_a_round(tmp_path: Path) -> None:
+    """Birch fails in round 2, and the server does not know whether it received that version."""
+    config, people = setting("fedkd", participation=1.0, rounds=4)
+    apart, transport = remote(tmp_path, config, people)
+    site: Any = transport.sites["birch"]
+    transport.sites["birch"] = Unreachable(site.__self__, transport, 2)
+    changes = []
+    for number in range(1, 5):
+        changes.append(["base" in apart.download(client).metadata for client in (0, 1)])
+        apart.round(number)
+    assert changes == [[False, False], [True, True], [True, False], [True, True]]
+    assert apart.folder.rounds().replies.tolist() == [4, 3, 4, 4]
+
+
+def test_fedkd_recovers_a_site_that_lost_its_state(tmp_path: Path) -> None:
+    """Birch comes back with an empty folder: it refuses changes to what it does not hold, then gets the network."""
+    config, people = setting("fedkd", participation=1.0, rounds=3)
+    apart, transport = remote(tmp_path, config, people)
+    apart.round(1)
+    transport.sites["birch"] = Site("birch", agreement(people), people.slice([1]), tmp_path / "new").answer
+    apart.round(2)
+    apart.round(3)
+    assert apart.folder.rounds().replies.tolist() == [4, 3, 4]
+    notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
+    assert len(notes) == 1 and "its next download brings the network itself" in notes[0]
+
+
 def test_a_site_that_is_away_is_not_asked_and_keeps_its_score(tmp_path: Path) -> None:
     config, people = setting("fedproto", participation=1.0)
     apart, transport = remote(tmp_path, config, people)
