@@ -249,7 +249,11 @@ class Method:
     depends_on_rounds: ClassVar[bool] = False
     """What happens in a round depends on how many there are in all."""
     kept_fresh: ClassVar[tuple[str, ...]] = ()
-    """Modules beside the model that only hold what the server knows: after a run, predictions use its last word."""
+    """Modules beside the model that only hold what the server knows, and all that `receive` changes.
+
+    A client that sits out a round is scored as if it had received that round's download too, like the participants;
+    after a run, predictions use what the server knew at the end.
+    """
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 
