@@ -214,7 +214,9 @@ def test_single_owners_train_as_if_alone(tmp_path) -> None:
 def test_traffic_of_table_5_of_the_fedtgp_paper() -> None:
     """20 clients, C = 100, together 890 (client, class) pairs: Σ C·(|Cᵢ| + C) = 100·(890 + 2000) = 289 000 ≈ 0.29 M."""
     data = support.tiny_dataset()
-    method = support.new_method({"name": "fd", "mean": "all"}, data=type(data)("many", data.images, data.labels, 100, (0.5,), (0.25,)))
+    method = support.new_method(
+        {"name": "fd", "mean": "all"}, data=type(data)("many", data.images, data.labels, 100, (0.5,), (0.25,))
+    )
     sizes = [44] * 10 + [45] * 10
     held = [sorted((5 * client + i) % 100 for i in range(size)) for client, size in enumerate(sizes)]
     replies = [support.reply(i, {"logits": torch.ones(len(c), 100)}, labels=c) for i, c in enumerate(held)]

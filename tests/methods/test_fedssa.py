@@ -286,7 +286,9 @@ def test_stable_client_takes_global_rows_bit_by_bit(tmp_path) -> None:
         assert torch.equal(changed[name][~seen], own[name][~seen])
 
 
-@pytest.mark.parametrize("options", [{}, {"full_header": True}, {"holders": "participants", "convex": True}, {"average": "header"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"full_header": True}, {"holders": "participants", "convex": True}, {"average": "header"}]
+)
 def test_engines_agree(tmp_path, options: dict) -> None:
     parity.assert_engines_agree(tmp_path, {"name": "fedssa", **options}, participation=0.75)
 
