@@ -18,8 +18,8 @@ from polyfed.data.partitions import Partition
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import find_method, register
 from polyfed.methods.base import Method, Training
-from polyfed.models.features import Match
-from polyfed.models.zoo import Assignment
+from polyfed.models.architectures import Assignment
+from polyfed.models.layers import Match
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {

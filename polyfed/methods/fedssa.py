@@ -1,4 +1,4 @@
-"""FedSSA: clients share the header rows of the classes they have (Yi et al., IJCAI 2024)."""
+"""FedSSA: clients share the rows of their heads for the classes they have (Yi et al., IJCAI 2024)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from polyfed.methods.base import Knowledge, Method, Reply, Server, Task, Trained
 from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, mean_by_class, store_vectors
 
 GROWTH_WARNING = 10
-"""Stabilisation beyond this round lets rows grow so much that a run should say so."""
-
+"""Stabilisation beyond this round, or rows that can grow beyond this factor: a run should say so."""
 
 DECAYS: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda round, stable: math.cos(math.pi * round / (2 * stable)),
@@ -29,7 +28,7 @@ DECAYS: dict[str, Callable[[int, int], float]] = {
 
 
 class FedSSA(Method):
-    """A class's row of the header (its weights and its bias) is averaged over the clients that have the class.
+    """A class's row of the head (its weights and its bias) is averaged over the clients that have the class.
 
     Rows of classes that a client does not have stay as they are, in both directions.
     """
@@ -37,7 +36,7 @@ class FedSSA(Method):
     name = "fedssa"
     title = "FedSSA"
     paper = "Yi et al., IJCAI 2024"
-    shares = "header rows of seen classes"
+    sends = "the head's rows of seen classes"
     depends_on_rounds = True
     requires = ("features", "head")
     announces_classes = True
@@ -59,9 +58,9 @@ class FedSSA(Method):
             "all", description="a global row is the mean over all clients that ever sent it, or over this round's only"
         )
         full_header: bool = Field(
-            False, description="send whole headers with zeros for other classes, so that no list of classes travels"
+            False, description="send whole heads with zeros for other classes, so that no list of classes travels"
         )
-        average: Literal["classes", "header"] = Field(
+        average: Literal["classes", "head"] = Field(
             "classes",
             description="average a class's row over the clients that have the class, or (an ablation) all rows over "
             "all clients",
@@ -69,9 +68,9 @@ class FedSSA(Method):
 
         @model_validator(mode="after")
         def _hides_what_it_can(self) -> Self:
-            if self.full_header and self.average == "header":
+            if self.full_header and self.average == "head":
                 raise InputError(
-                    "fedssa's full_header sends zeros for classes that a client does not have, but with average=header "
+                    "fedssa's full_header sends zeros for classes that a client does not have, but with average=head "
                     "all rows count: leave out one of the two."
                 )
             return self
@@ -91,9 +90,9 @@ class FedSSA(Method):
                 f"fedssa shares whole rows of the head, but parts of that of {task.architecture.name} are frozen: "
                 "leave its parameters trainable (requires_grad=True)."
             )
-        self.row_size = header_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
-        self.whole = config.full_header or config.average == "header"
-        """Whether headers travel, not rows with a list of classes."""
+        self.row_size = head_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
+        self.whole = config.full_header or config.average == "head"
+        """Whether heads travel, not rows with a list of classes."""
         self.announces_classes = not self.whole
 
     # The client's side -----------------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ class FedSSA(Method):
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         if not message.tensors:
             return {}
-        rows = header_rows(state)
+        rows = head_rows(state)
         labels, received = sent_rows(message)
         if self.config.average == "classes":
             own = torch.isin(labels, client.classes.to(labels.device))
@@ -117,11 +116,11 @@ class FedSSA(Method):
         return self.config.history * DECAYS[self.config.decay](round, stable) if round < stable else 0.0
 
     def upload(self, client: Trained) -> Message:
-        rows, seen = header_rows(client.state), client.counts > 0
-        if self.config.average == "header":
-            return Message({"header": rows})
+        rows, seen = head_rows(client.state), client.counts > 0
+        if self.config.average == "head":
+            return Message({"head": rows})
         if self.config.full_header:
-            return Message({"header": torch.where(seen.to(rows.device)[:, None], rows, 0.0)})
+            return Message({"head": torch.where(seen.to(rows.device)[:, None], rows, 0.0)})
         return Message({"rows": rows[client.classes.to(rows.device)]}, {"labels": client.classes})
 
     # The server's side -----------------------------------------------------------------------------------------------
@@ -133,14 +132,14 @@ class FedSSA(Method):
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         rows, known = server.state["rows.vectors"], server.state["rows.known"]
         if self.whole:
-            return Message({"header": rows}) if bool(known.any()) else Message()
+            return Message({"head": rows}) if bool(known.any()) else Message()
         assert classes is not None
         labels = classes[known[classes]]
         return Message({"rows": rows[labels]}, {"labels": labels}) if len(labels) else Message()
 
     def schema(self) -> Schema:
         if self.whole:
-            return Schema({"header": Floats((self.task.classes, self.row_size))})
+            return Schema({"head": Floats((self.task.classes, self.row_size))})
         return class_vectors_schema("rows", self.task.classes, self.row_size)
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
@@ -160,15 +159,15 @@ class FedSSA(Method):
     def growth_note(self) -> list[str]:
         """The paper's sum is no mean: a warning where it can let rows grow far."""
         growth = math.prod(1 + self.own_share(round) for round in range(2, self.task.rounds + 1))
-        if self.config.convex or self.config.stable_round <= GROWTH_WARNING or growth == 1:
+        if self.config.convex or growth == 1 or max(self.config.stable_round, growth) <= GROWTH_WARNING:
             return []
         return [
-            f"with stable_round {self.config.stable_round} header rows can grow {growth:.3g}-fold before they are "
+            f"with stable_round {self.config.stable_round} the head's rows can grow {growth:.3g}-fold before they are "
             "stable; convex=true keeps their size"
         ]
 
 
-def header_rows(state: Mapping[str, Tensor]) -> Tensor:
+def head_rows(state: Mapping[str, Tensor]) -> Tensor:
     """A linear head as one row per class, a new tensor [classes, features]; the bias, if any, is its last column."""
     weight, bias = state["model.head.weight"], state.get("model.head.bias")
     return weight.clone() if bias is None else torch.cat([weight, bias[:, None]], dim=1)
@@ -182,12 +181,12 @@ def split_rows(state: Mapping[str, Tensor], rows: Tensor) -> State:
 
 
 def sent_rows(message: Message) -> tuple[Tensor, Tensor]:
-    """The classes whose rows a message carries, and these rows; of a full header, those that are not zero."""
+    """The classes whose rows a message carries, and these rows; of a full head, those that are not zero."""
     if "rows" in message.tensors:
         return message.metadata["labels"], message.tensors["rows"]
-    header = message.tensors["header"]
-    labels = (header != 0).any(dim=1).nonzero().flatten()
-    return labels, header[labels]
+    head = message.tensors["head"]
+    labels = (head != 0).any(dim=1).nonzero().flatten()
+    return labels, head[labels]
 
 
 def latest_rows(state: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from polyfed.engines import SequentialEngine, ThreadsEngine
 from polyfed.engines.client.batches import AUGMENTATION
-from polyfed.engines.client.round import prepare
+from polyfed.engines.client.round import set_modes
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fd-all": {"name": "fd", "mean": "all"},
     "fedproto-classes": {"name": "fedproto", "penalty": "classes"},
     "fedtgp-classes": {"name": "fedtgp", "penalty": "classes", "send_untrained": True, "server_epochs": 5},
-    "fedssa-header": {"name": "fedssa", "average": "header", "decay": "linear"},
+    "fedssa-head": {"name": "fedssa", "average": "head", "decay": "linear"},
     "pfedes-joint": {"name": "pfedes", "joint": True},
     "pfedes-rate": {"name": "pfedes", "proxy_lr": 0.01},
     "fedapen-adapted": {"name": "fedapen", "mixing_lr": 0.1, "adapted_epochs": 3},
@@ -109,7 +109,7 @@ def _scrambled(population: Population, phase: Phase, seed: int) -> ClientNetwork
                 tensor += 0.2 * torch.rand(tensor.shape, generator=generator)
             elif tensor.dtype == torch.bool:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator) < 0.5)
-    prepare(net, phase)
+    set_modes(net, phase)
     return net
 
 
