@@ -147,7 +147,7 @@ def test_unsound_replies_are_refused() -> None:
         (good * math.nan, [0], "finite"),
         (good, [4], "outside"),
         (torch.ones(1, 3), [0], "shape"),
-        (torch.ones(2, 4), [1, 1], "rising"),
+        (torch.ones(2, 4), [1, 1], "ascending"),
     ):
         with pytest.raises(BadMessage, match=reason):
             method.check(Message({"logits": tensors}, {"labels": torch.tensor(labels)}))

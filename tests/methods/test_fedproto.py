@@ -226,7 +226,7 @@ def test_replies_with_unsound_prototypes_are_refused() -> None:
         (good * math.nan, [0], "finite"),
         (good, [4], "outside"),
         (torch.ones(1, 3), [0], "shape"),
-        (torch.ones(2, support.FEATURES), [1, 1], "rising"),
+        (torch.ones(2, support.FEATURES), [1, 1], "ascending"),
     ):
         with pytest.raises(BadMessage, match=reason):
             method.check(Message({"prototypes": tensors}, {"labels": torch.tensor(labels)}))

@@ -223,7 +223,7 @@ def test_replies_with_unsound_rows_are_refused() -> None:
         (rows(1), [4], "outside"),
         (rows(1, width=WIDTH - 1), [0], "shape"),
         (rows(1, 2), [1], "shape"),
-        (rows(1, 2), [1, 1], "rising"),
+        (rows(1, 2), [1, 1], "ascending"),
     ):
         with pytest.raises(BadMessage, match=reason):
             method.check(Message({"rows": tensors}, {"labels": torch.tensor(labels)}))
