@@ -250,7 +250,11 @@ class Method:
     depends_on_rounds: ClassVar[bool] = False
     """What happens in a round depends on the total number of rounds."""
     kept_fresh: ClassVar[tuple[str, ...]] = ()
-    """Modules beside the model that only hold what the server knows: after a run, predictions use its final state."""
+    """Modules beside the model that only hold what the server knows; `receive` changes nothing else.
+
+    A client that does not take part in a round is scored as if it had received that round's download, like the
+    participants. After a run, predictions use the server's final state.
+    """
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 

@@ -19,6 +19,17 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 from tests import support
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fd-all": {"name": "fd", "mean": "all"},
+    "fedproto-classes": {"name": "fedproto", "penalty": "classes"},
+    "fedtgp-classes": {"name": "fedtgp", "penalty": "classes", "send_untrained": True, "server_epochs": 5},
+    "fedssa-head": {"name": "fedssa", "average": "head", "decay": "linear"},
+    "pfedes-joint": {"name": "pfedes", "joint": True},
+    "pfedes-rate": {"name": "pfedes", "proxy_lr": 0.01},
+    "fedapen-adapted": {"name": "fedapen", "mixing_lr": 0.1, "adapted_epochs": 3},
+}
+"""Methods with options that change what clients compute or what travels; every engine must agree on them too."""
+
 
 class _Values(nn.Module):
     """A phase's loss of a client network as the forward of a module, so that its state can be replaced."""

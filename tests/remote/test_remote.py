@@ -24,13 +24,15 @@ from polyfed.remote import Agreement, InMemoryTransport, Packet, RemoteEngine, S
 from polyfed.remote.transport import Kind
 from polyfed.server.federation import Federation
 from tests import support
+from tests.methods import parity
 
 NAMES = ("amber", "birch", "cedar", "dune")
 SETTINGS: dict[str, Any] = {"split": "6:2:2", "participation": 0.5, "rounds": 3}
 
 
-def setting(method: str, **settings: Any) -> tuple[Experiment, Population]:
-    models = [support.Wide] if "network" in polyfed.METHODS[method].requires else [support.Wide, support.Narrow]
+def setting(method: str | dict[str, Any], **settings: Any) -> tuple[Experiment, Population]:
+    name = method if isinstance(method, str) else method["name"]
+    models = [support.Wide] if "network" in polyfed.METHODS[name].requires else [support.Wide, support.Narrow]
     values = {**support.DEFAULTS, **SETTINGS, **settings, "method": method}
     config = experiment(**values, data="python:tiny", models="python:tiny")
     return config, assemble(config, support.tiny_dataset(), models)
@@ -72,9 +74,10 @@ def same_rows(one: Path, other: Path) -> None:
         pd.testing.assert_frame_equal(mine, theirs, obj=name)
 
 
-@pytest.mark.parametrize("method", polyfed.METHODS)
-def test_sites_give_the_numbers_of_a_simulation(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", [*polyfed.METHODS, *parity.OPTIONS])
+def test_sites_give_the_numbers_of_a_simulation(tmp_path: Path, method: Any) -> None:
     """Every row and every client's final state are the sequential engine's, bit by bit."""
+    method = parity.OPTIONS.get(method, method)
     config, people = setting(method)
     simulated = Federation(config, people.method, SequentialEngine(people), RunFolder.create(tmp_path / "one", config))
     simulated.run()
