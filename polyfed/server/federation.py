@@ -144,8 +144,12 @@ class Federation:
 
     def round(self, number: int) -> None:
         """One round, from the choice of participants to its records."""
+        self.server.round = number
+        participants = self.participants(number)
+        if self._scores_after(number) and self.method.kept_fresh:
+            self._score_others(number, participants)
         with self.door.naming_causes(self.progress.sizes):
-            row, trained, training_seconds = self._train_and_fuse(number)
+            row, trained, training_seconds = self._train_and_fuse(number, participants)
         if self._evaluates(number):
             row |= self._evaluate(number, trained)
             self.folder.add_round(row)
@@ -159,14 +163,22 @@ class Federation:
                 "continues with the next round."
             )
 
-    def _train_and_fuse(self, number: int) -> tuple[dict[str, Any], set[int], float]:
+    def _score_others(self, number: int, participants: list[int]) -> None:
+        """Score those who sit out this round with what its participants receive: they hold older server knowledge.
+
+        Done before the server learns from the round, so that all clients are scored with the same. Not counted as
+        traffic.
+        """
+        others = sorted(set(self.engine.available()) - set(participants))
+        downloads = {client: self.download(client) for client in others}
+        self._keep_scores(number, self.engine.evaluate(others, number, downloads) if others else {})
+
+    def _train_and_fuse(self, number: int, participants: list[int]) -> tuple[dict[str, Any], set[int], float]:
         """The round without its evaluation: its record, who trained, and for how many seconds.
 
         Messages live no longer than this: some are large.
         """
         begin = time.perf_counter()
-        self.server.round = number
-        participants = self.participants(number)
         downloads = {client: self.download(client) for client in participants}
         replies = self.engine.train(
             number, downloads, lambda client: self.watcher.on_client(number, client), score=self._scores_after(number)
