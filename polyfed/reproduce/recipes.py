@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from polyfed.config import Experiment, experiment, merged, parse_yaml
 from polyfed.errors import unknown_name
+from polyfed.methods import find_method
 
 ScaleName = Literal["paper", "small", "smoke"]
 SCALES: dict[ScaleName, str] = {
@@ -79,16 +80,20 @@ class Scale(_Strict):
     """How often a client takes part on average."""
     most: dict[str, int] = {}
     """Upper limits of settings."""
+    options: dict[str, Any] = {}
+    """Options of methods, for those that have them."""
     points: int | None = None
     """Only so many of the recipe's settings."""
 
 
 SMOKE = Scale(
     settings={
-        "data": "digits", "models": "cnn4,cnn5", "features": 16, "auxiliary": "cnn5", "rounds": 1, "epochs": 1,
-        "batch_size": 64, "eval_every": 1, "training": {"augment": False}, "engine": "sequential", "device": "cpu",
+        "data": "digits", "split": "1:1:2", "models": "cnn4,cnn5", "features": 16, "auxiliary": "cnn5", "rounds": 1,
+        "epochs": 1, "batch_size": 64, "lr": 0.05, "eval_every": 1, "training": {"augment": False},
+        "engine": "sequential", "device": "cpu",
     },
     most={"clients": 4, "classes_per_client": 10},
+    options={"proxy_epochs": 1, "server_epochs": 5, "server_steps": 5, "mixing_epochs": 1},
     points=1,
 )  # fmt: skip
 
@@ -173,9 +178,12 @@ class Recipe:
         values: dict[str, Any] = {}
         for part in (self.paper, self.entry, *self._points()[setting]):
             values = merged(values, part.settings)
-        options = values.pop("method", {})
+        name = variant.method or method
+        known = find_method(name).Config.model_fields
+        fewer = {option: value for option, value in smaller.options.items() if option in known}
+        options = {**variant.ours, **variant.given, **values.pop("method", {}), **fewer}
         values = merged(_made_smaller(values, smaller), machine)
-        return experiment(**{**values, "method": {"name": variant.method or method, **_options(variant), **options}})
+        return experiment(**values, method={"name": name, **options})
 
     def _scale(self, scale: ScaleName) -> Scale:
         if scale == "small":
@@ -188,10 +196,6 @@ class Recipe:
         axes = [self.paper.axes[axis].items() for axis in self.entry.grid]
         names = {"/".join(name for name, _ in point): tuple(part for _, part in point) for point in product(*axes)}
         return names if self.entry.grid else {"all": ()}
-
-
-def _options(variant: Variant) -> dict[str, Any]:
-    return {**variant.ours, **variant.given}
 
 
 def _made_smaller(values: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
