@@ -50,7 +50,9 @@ def test_shortcuts_are_swept_by_their_full_names() -> None:
 
 def test_files_are_methods_with_options_labelled_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "heavy.yaml").write_text("method: {name: fedproto, weight: 5}\nseed: 7\ntraining: {lr: 0.3}\n")
-    (tmp_path / "best.yaml").write_text("methods:\n  standalone: {training.lr: 0.1}\n  fedtgp: {method.margin: fixed}\n")
+    (tmp_path / "best.yaml").write_text(
+        "methods:\n  standalone: {training.lr: 0.1}\n  fedtgp: {method.margin: fixed}\n"
+    )
     cells = plan([str(tmp_path / "heavy.yaml"), "fedproto", tmp_path / "best.yaml"], [0], {"clients": 3})
     assert [(cell.method, cell.config.method["name"], cell.seed) for cell in cells] == [
         ("heavy", "fedproto", 0),
