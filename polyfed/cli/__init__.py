@@ -9,14 +9,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed import __version__
-from polyfed.cli import lists, runs
+from polyfed.cli import lists, reproduce, runs
 from polyfed.cli.base import app, error_console, out_console
 from polyfed.errors import PolyfedError
 
 __all__ = ["app", "main"]
 
 # `polyfed --help` lists them in this order.
-for _command in (runs.run, runs.resume, lists.methods, lists.models, lists.datasets, lists.bench):
+for _command in (runs.run, runs.resume, reproduce.reproduce, lists.methods, lists.models, lists.datasets, lists.bench):
     app.command()(_command)
 
 

@@ -17,7 +17,6 @@ from polyfed.engines.client.round import collect, evaluate
 from polyfed.records import RunFolder
 from polyfed.reproduce.recipes import Compare
 
-TEN = 10
 MILLION = 1e6
 
 
@@ -26,17 +25,19 @@ def measured(path: Path, compare: Compare, rule: str | None) -> float:
     if compare.what == "floats":
         last = RunFolder.open(path).rounds().iloc[-1]
         return float(last["upload_floats"] + last["download_floats"]) / MILLION
-    return 100 * chosen_round(accuracies(path, compare, rule)["accuracy"], compare)
+    return 100 * chosen_round(accuracies(path, compare, rule), compare)
 
 
-def chosen_round(values: pd.Series, compare: Compare) -> float:
+def chosen_round(curve: pd.DataFrame, compare: Compare) -> float:
     """One number for a curve.
 
-    >>> curve = pd.Series([0.5, 0.9, 0.7])
-    >>> [round(chosen_round(curve, Compare(round=which)), 3) for which in ("last", "last-ten", "best")]
-    [0.7, 0.7, 0.9]
+    >>> curve = pd.DataFrame({"round": [10, 19, 20], "accuracy": [0.9, 0.5, 0.7]})
+    >>> [round(chosen_round(curve, Compare(round=which)), 3) for which in ("last", "last-tenth", "best")]
+    [0.7, 0.6, 0.9]
     """
-    return float({"last": values.iloc[-1], "last-ten": values.tail(TEN).mean(), "best": values.max()}[compare.round])
+    values = curve["accuracy"]
+    late = values[curve["round"] > 0.9 * curve["round"].iloc[-1]]
+    return float({"last": values.iloc[-1], "last-tenth": late.mean(), "best": values.max()}[compare.round])
 
 
 def accuracies(path: Path, compare: Compare, rule: str | None) -> pd.DataFrame:

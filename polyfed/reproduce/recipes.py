@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -68,8 +68,8 @@ class Compare(_Strict):
     """Accuracy in percent, or numbers sent in the last round in millions."""
     average: Literal["mean", "weighted"] = "mean"
     """Every client counts the same, or every test sample."""
-    round: Literal["last", "last-ten", "best"] = "last"
-    """The last round, the mean of the last ten evaluations, or the round that is best on test samples."""
+    round: Literal["last", "last-tenth", "best"] = "last"
+    """The last round, the mean over the last tenth of the rounds, or the round that is best on test samples."""
 
 
 class Scale(_Strict):
@@ -168,6 +168,18 @@ class Recipe:
         """As many as the paper has trials; one where it is not the paper's setting anyway."""
         return list(range(self.paper.trials if scale == "paper" else 1))
 
+    def point(self, setting: str) -> dict[str, str]:
+        """A setting by the axes of its grid."""
+        return dict(zip(self.entry.grid, setting.split("/"), strict=True)) if self.entry.grid else {}
+
+    def sources(self, setting: str) -> Sources:
+        """What a setting adds to what all cells have in common."""
+        parts = self._points()[setting]
+        return Sources(
+            given={name: value for part in parts for name, value in part.given.items()},
+            ours={name: value for part in parts for name, value in part.ours.items()},
+        )
+
     def settings_at(self, scale: ScaleName) -> list[str]:
         """The settings that a scale includes."""
         return self.settings[: self._scale(scale).points]
@@ -176,7 +188,7 @@ class Recipe:
         """The experiment behind a cell."""
         variant, smaller = self.variant(method), self._scale(scale)
         values: dict[str, Any] = {}
-        for part in (self.paper, self.entry, *self._points()[setting]):
+        for part in (self.paper, self.entry, self.sources(setting)):
             values = merged(values, part.settings)
         name = variant.method or method
         known = find_method(name).Config.model_fields
@@ -194,8 +206,16 @@ class Recipe:
 
     def _points(self) -> dict[str, tuple[Sources, ...]]:
         axes = [self.paper.axes[axis].items() for axis in self.entry.grid]
-        names = {"/".join(name for name, _ in point): tuple(part for _, part in point) for point in product(*axes)}
-        return names if self.entry.grid else {"all": ()}
+        return {setting_of(name for name, _ in point): tuple(part for _, part in point) for point in product(*axes)}
+
+
+def setting_of(point: Iterable[str]) -> str:
+    """The name of a setting.
+
+    >>> setting_of(["n10", "cifar10"]), setting_of([])
+    ('n10/cifar10', 'all')
+    """
+    return "/".join(point) or "all"
 
 
 def _made_smaller(values: Mapping[str, Any], scale: Scale) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from polyfed.compare.runner import run_cells
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import METHODS
 from polyfed.records import disk
+from polyfed.records.origin import settings_by_name, shown
 from polyfed.reproduce.measures import costs, measured, series
 from polyfed.reproduce.published import applicable, published
-from polyfed.reproduce.recipes import SCALES, Recipe, ScaleName, find_recipe
+from polyfed.reproduce.recipes import SCALES, Recipe, ScaleName, find_recipe, setting_of
 
 RECORD, TABLE, SERIES = "reproduction.json", "reproduction.csv", "series.csv"
 BASELINE = "standalone"
@@ -42,6 +43,8 @@ class Reproduction:
     series: pd.DataFrame
     left_out: int
     """Settings of the recipe that were not run."""
+    warning: str = ""
+    """How this is not the paper's setting."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Why runs failed, by their names."""
 
@@ -70,14 +73,17 @@ def reproduce(
     columns = _chosen_settings(recipe, settings, scale)
     used = list(recipe.seeds(scale) if seeds is None else seeds)
     cells = [
-        Cell(method, seed, {"setting": setting}, experiment.model_copy(update={"seed": seed}))
+        Cell(method, seed, recipe.point(setting), experiment.model_copy(update={"seed": seed}))
         for setting in columns
         for method in rows
         if applicable(recipe, method, setting)
         for experiment in [recipe.experiment(method, setting, scale, **machine)]
         for seed in used
     ]
+    warning = _warning(recipe, rows[-1], columns[0], scale) if scale != "paper" else ""
     folder = _claimed(Path(out), recipe, scale)
+    if warning:
+        tell(warning)
     failures = run_cells(cells, folder, jobs=jobs, tell=tell)
     done = [cell for cell in cells if cell.name not in failures]
     table = _with_differences([_row(recipe, scale, own, folder, failures) for own in _by_cell(cells)], recipe)
@@ -85,7 +91,7 @@ def reproduce(
     disk.write(folder / TABLE, table.to_csv(index=False))
     if recipe.entry.series in ("rounds", "clients", "margins"):
         disk.write(folder / SERIES, figure.to_csv(index=False))
-    return Reproduction(recipe, scale, folder, table, figure, len(recipe.settings) - len(columns), failures)
+    return Reproduction(recipe, scale, folder, table, figure, len(recipe.settings) - len(columns), warning, failures)
 
 
 def _check(recipe: Recipe, scale: str) -> None:
@@ -123,6 +129,17 @@ def _is_part(name: str, setting: str) -> bool:
     return f"/{name}/" in f"/{setting}/"
 
 
+def _warning(recipe: Recipe, method: str, setting: str, scale: ScaleName) -> str:
+    """What is different from the paper's setting, in one setting as an example."""
+    theirs, here = (settings_by_name(recipe.experiment(method, setting, which)) for which in ("paper", scale))
+    changes = [
+        f"{name} {shown(here[name])} instead of {shown(value)}"
+        for name, value in theirs.items()
+        if here[name] != value and name not in ("engine", "device")
+    ]
+    return f"NOT THE PAPER'S SETTING ({method}, {setting}): {', '.join(changes)}."
+
+
 def _claimed(folder: Path, recipe: Recipe, scale: ScaleName) -> Path:
     """The folder, which belongs to this recipe and scale from now on."""
     wanted = {"recipe": recipe.name, "scale": scale}
@@ -153,19 +170,19 @@ def _by_cell(cells: Sequence[Cell]) -> list[list[Cell]]:
     """The runs of each method and setting: one per seed."""
     grouped: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
-        grouped.setdefault((cell.method, cell.point["setting"]), []).append(cell)
+        grouped.setdefault((cell.method, setting_of(cell.point.values())), []).append(cell)
     return list(grouped.values())
 
 
 def _row(
     recipe: Recipe, scale: ScaleName, cells: Sequence[Cell], folder: Path, failures: Mapping[str, str]
 ) -> dict[str, Any]:
-    method, setting = cells[0].method, cells[0].point["setting"]
+    method, setting = cells[0].method, setting_of(cells[0].point.values())
     theirs, rule = published(recipe, method, setting), recipe.variant(method).rule
     done = {cell.seed: folder / "runs" / cell.name for cell in cells if cell.name not in failures}
     values = [measured(path, recipe.compare, rule) for path in done.values()]
     notes = [theirs.note, *(failures[cell.name] for cell in cells if cell.name in failures)]
-    row = {
+    row: dict[str, Any] = {
         "method": method, "setting": setting, "ours": fmean(values) if values else math.nan,
         "std": stdev(values) if len(values) > 1 else math.nan, "published": theirs.value,
         "published_std": theirs.std, "seeds": " ".join(map(str, done)), "scale": scale,
@@ -174,7 +191,7 @@ def _row(
     target = recipe.entry.targets.get(setting)
     if target is not None:
         reached = pd.DataFrame([costs(path, target, rule) for path in done.values()])
-        row |= {"target": target, **reached.mean(skipna=False).to_dict()}
+        row |= {"target": target} | {str(name): mean for name, mean in reached.mean(skipna=False).items()}
     return row
 
 
@@ -184,7 +201,7 @@ def _with_differences(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> pd.D
     reference = recipe.entry.reference
     complete = []
     for row in rows:
-        gains = {"reference": reference or ""}
+        gains: dict[str, Any] = {"reference": reference or ""}
         for name, base in (("standalone", BASELINE), ("reference", reference)):
             other = found.get((base, row["setting"])) if base and base != row["method"] else None
             for ours in ("ours", "published"):
@@ -197,7 +214,7 @@ def _with_differences(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> pd.D
 
 def _series(recipe: Recipe, cells: Sequence[Cell], folder: Path) -> pd.DataFrame:
     return pd.DataFrame(
-        {"method": cell.method, "setting": cell.point["setting"], "seed": cell.seed, **row}
+        {"method": cell.method, "setting": setting_of(cell.point.values()), "seed": cell.seed, **row}
         for cell in cells
         for row in series(
             recipe.entry.series, folder / "runs" / cell.name, recipe.compare, recipe.variant(cell.method).rule

@@ -1,0 +1,97 @@
+"""Tables and figures of papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from polyfed.cli.base import AsJson, Quiet, error_console, out_console, show_list
+from polyfed.errors import InputError, RunError, unknown_name
+from polyfed.report import reproductions
+from polyfed.reproduce.recipes import SCALES, ScaleName, find_recipe
+from polyfed.reproduce.run import reproduce as run_recipe
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="a recipe, such as fedssa-table2")] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="list the recipes")] = False,
+    scale: Annotated[
+        str, typer.Option(metavar="TEXT", help="; ".join(f"{name}: {words}" for name, words in SCALES.items()))
+    ] = "small",
+    methods: Annotated[str | None, typer.Option(metavar="NAMES", help="some of its methods, with commas")] = None,
+    settings: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="some of its settings, with commas, such as n100/cifar100")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="NUMBERS", help="such as 0-2 (default: the paper's number of trials, else 0)")
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="NUMBER", help="runs side by side")] = 1,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")] = None,
+    engine: Annotated[str | None, typer.Option(help="where clients train")] = None,
+    data_folder: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="where datasets are (default: $POLYFED_DATA or ./data)")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="where runs and tables go (default: runs/NAME-SCALE)")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Repeat a table or a figure of a paper. And put our numbers beside the published ones."""
+    if list_them:
+        show_list(as_json, reproductions.recipe_list(), reproductions.recipes_table())
+        return
+    if name is None:
+        raise InputError("reproduce needs the name of a recipe, such as fedssa-table2: --list shows all.")
+    if scale not in get_args(ScaleName):
+        raise unknown_name("scale", scale, SCALES)
+    machine = {"device": device, "engine": engine, "data_folder": data_folder}
+    done = run_recipe(
+        name,
+        Path(out or f"runs/{find_recipe(name).name}-{scale}"),
+        scale=cast(ScaleName, scale),
+        methods=_names(methods),
+        settings=_names(settings),
+        seeds=None if seeds is None else parse_seeds(seeds),
+        jobs=jobs,
+        tell=lambda line: None if quiet else error_console.print(line, soft_wrap=True),
+        **{setting: value for setting, value in machine.items() if value is not None},
+    )
+    if as_json:
+        print(done.table.to_json(orient="records", indent=2))
+    elif not quiet:
+        out_console.print(f"{done.recipe.paper.paper}, {done.recipe.entry.title}", style="bold")
+        out_console.print(reproductions.reproduction_table(done))
+        for line in reproductions.remarks(done):
+            out_console.print(line, soft_wrap=True)
+    if not as_json:
+        out_console.print(str(done.folder), soft_wrap=True)
+    if done.failures:
+        first, reason = next(iter(done.failures.items()))
+        raise RunError(f"{len(done.failures)} of the runs failed, {first} for this reason: {reason}")
+
+
+def _names(text: str | None) -> list[str] | None:
+    """
+    >>> _names("standalone, fedssa")
+    ['standalone', 'fedssa']
+    """
+    return None if text is None else [name.strip().lower() for name in text.split(",") if name.strip()]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """
+    >>> parse_seeds("0-2,7")
+    [0, 1, 2, 7]
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or dash and not (last.isdecimal() and int(first) <= int(last)):
+            raise InputError(f"--seeds is '{text}', but must be numbers such as 0,1,2 or a range such as 0-2.")
+        found += range(int(first), int(last if dash else first) + 1)
+    if len(set(found)) < len(found):
+        raise InputError(f"--seeds is '{text}', but names a seed twice: name each once.")
+    return found
