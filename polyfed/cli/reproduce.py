@@ -47,13 +47,15 @@ def reproduce(
         raise InputError("reproduce needs the name of a recipe, such as fedssa-table2: --list shows all.")
     if scale not in get_args(ScaleName):
         raise unknown_name("scale", scale, SCALES)
+    if out is not None and not out.strip():
+        raise InputError("--out is empty: name a folder, or omit --out for one under runs/.")
     machine = {"device": device, "engine": engine, "data_folder": data_folder}
     done = run_recipe(
         name,
         Path(out or f"runs/{find_recipe(name).name}-{scale}"),
         scale=cast(ScaleName, scale),
-        methods=_names(methods),
-        settings=_names(settings),
+        methods=_names("--methods", methods),
+        settings=_names("--settings", settings),
         seeds=None if seeds is None else parse_seeds(seeds),
         jobs=jobs,
         tell=lambda line: None if quiet else error_console.print(line, soft_wrap=True),
@@ -73,12 +75,15 @@ def reproduce(
         raise RunError(f"{len(done.failures)} of the runs failed, {first} for this reason: {reason}")
 
 
-def _names(text: str | None) -> list[str] | None:
+def _names(option: str, text: str | None) -> list[str] | None:
     """
-    >>> _names("standalone, fedssa")
+    >>> _names("--methods", "standalone, fedssa")
     ['standalone', 'fedssa']
     """
-    return None if text is None else [name.strip().lower() for name in text.split(",") if name.strip()]
+    names = None if text is None else [name.strip().lower() for name in text.split(",") if name.strip()]
+    if names == []:
+        raise InputError(f"{option} is empty: give names, or omit it for all.")
+    return names
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -18,6 +18,10 @@ NAMES = {
 """What series.csv has."""
 
 
+AVERAGES = {"mean": "mean over clients", "weighted": "weighted by test samples"}
+ROUNDS = {"last": "in the last round", "last-tenth": "mean over the last tenth of the rounds", "best": "best on test"}
+
+
 def recipe_list() -> list[dict[str, Any]]:
     """Every recipe with its methods, its settings, and where these come from."""
     return [
@@ -64,14 +68,13 @@ def _further(done: Reproduction) -> dict[str, str]:
     """Columns that only some recipes have: costs up to a target, or else gains."""
     if done.recipe.entry.targets:
         return {f"{cost}_to_target": f"{cost} to\ntarget" for cost in ("rounds", "floats", "flops")}
-    columns = {}
-    for base, name in (("standalone", "Standalone"), ("reference", done.recipe.entry.reference or "")):
-        if done.table[f"ours_minus_{base}"].notna().any():
-            columns[f"ours_minus_{base}"] = f"ours −\n{name}"
-            columns[f"published_minus_{base}"] = f"published −\n{name}"
-    if "ours_minus_standalone" in columns:
-        columns["gain_difference"] = "difference\nof gains"
-    return columns
+    base, name = "standalone", "Standalone"
+    if done.table["ours_minus_standalone"].isna().all():
+        base, name = "reference", done.recipe.entry.reference or ""
+    if done.table[f"ours_minus_{base}"].isna().all():
+        return {}
+    columns = {f"ours_minus_{base}": f"ours −\n{name}", f"published_minus_{base}": f"published −\n{name}"}
+    return columns if base == "reference" else {**columns, "gain_difference": "difference\nof gains"}
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -94,9 +97,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 def remarks(done: Reproduction) -> list[str]:
     """What a reader must know before comparing the numbers."""
     compare = done.recipe.compare
-    round_words = {"last": "in the last round", "last-tenth": "mean over the last tenth of the rounds", "best": "best on test"}
-    average = {"mean": "mean over clients", "weighted": "weighted by test samples"}[compare.average]
-    what = f"accuracy in percent, {average}, {round_words[compare.round]}"
+    what = f"accuracy in percent, {AVERAGES[compare.average]}, {ROUNDS[compare.round]}"
     lines = [f"Ours: {what if compare.what == 'accuracy' else 'numbers sent in the last round, in millions'}."]
     if done.warning:
         lines.append(done.warning)
