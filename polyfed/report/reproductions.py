@@ -14,6 +14,7 @@ from polyfed.reproduce.run import Reproduction
 
 NAMES = {
     "clients": "clients' accuracies", "rounds": "accuracy by round", "margins": "margins of prototypes",
+    "features": "features in two dimensions", "decay": "how much of its own rows a client adds",
 }  # fmt: skip
 """What series.csv has."""
 

@@ -14,10 +14,14 @@ from torch import Tensor
 from polyfed import api
 from polyfed.compare.outcomes import read_outcome
 from polyfed.engines.client.round import collect, evaluate
+from polyfed.methods.fedssa import FedSSA
 from polyfed.records import RunFolder
 from polyfed.reproduce.recipes import Compare
+from polyfed.seeds import derive
 
 MILLION = 1e6
+SAMPLES_SHOWN = 100
+"""Test samples of each client in a picture of features; t-SNE of all of them would take hours."""
 
 
 def measured(path: Path, compare: Compare, rule: str | None) -> float:
@@ -70,6 +74,10 @@ def series(kind: str | None, path: Path, compare: Compare, rule: str | None) -> 
         yield from _clients(api.resume(path, progress=False), rule)
     elif kind == "margins":
         yield from _margins(api.resume(path, progress=False))
+    elif kind == "features":
+        yield from _features(api.resume(path, progress=False))
+    elif kind == "decay":
+        yield from _decay(api.resume(path, progress=False))
 
 
 def _clients(result: api.Result, rule: str | None) -> Iterator[dict[str, Any]]:
@@ -98,6 +106,35 @@ def _margins(result: api.Result) -> Iterator[dict[str, Any]]:
     for label, margin in zip(known.tolist(), ours.tolist(), strict=True):
         if math.isfinite(largest.get(label, math.inf)):  # a client with one class has no margin
             yield {"class": label, "client_margin": largest[label], "global_margin": margin}
+
+
+def _features(result: api.Result) -> Iterator[dict[str, Any]]:
+    """All clients' features of some of their test samples, in two dimensions."""
+    from sklearn.manifold import TSNE  # slow to import, and only this needs it
+
+    population = result.population
+    rows: list[dict[str, Any]] = []
+    vectors = []
+    with torch.no_grad():
+        for client in population.clients:
+            x, y = population.dataset.batch(population.data[client].test[:SAMPLES_SHOWN], population.device)
+            vectors.append(result.network(client).to(population.device).features(x).cpu())
+            name = population.architectures[client].name
+            rows += [{"client": client, "architecture": name, "class": label} for label in y.tolist()]
+    points = torch.cat(vectors).numpy()
+    reduced = TSNE(
+        perplexity=min(30, (len(points) - 1) / 3), random_state=derive(population.seed, "features shown") % 2**32
+    ).fit_transform(points)
+    for row, (across, up) in zip(rows, reduced.tolist(), strict=True):
+        yield {**row, "x": across, "y": up}
+
+
+def _decay(result: api.Result) -> Iterator[dict[str, Any]]:
+    """How much of its own rows a client adds, by round."""
+    method = result.population.method
+    assert isinstance(method, FedSSA)
+    for round in range(1, result.summary["rounds"] + 1):
+        yield {"round": round, "own_share": method.own_share(round)}
 
 
 def margins(prototypes: Tensor) -> Tensor:

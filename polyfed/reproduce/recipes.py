@@ -111,7 +111,7 @@ class Entry(Sources):
     """The method that the paper compares its own with, beside Standalone."""
     published: str | None = None
     """The recipe whose published numbers apply here too."""
-    series: Literal["rounds", "clients", "costs", "margins", "decay"] | None = None
+    series: Literal["rounds", "clients", "costs", "margins", "features", "decay"] | None = None
     """What a figure needs beside one number per cell."""
     targets: dict[str, float] = {}
     """Accuracy in percent up to which costs are counted, by setting."""

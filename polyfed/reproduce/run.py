@@ -68,7 +68,7 @@ def reproduce(
     >>> reproduce("fedssa-table2", "out", scale="smoke", methods=["standalone", "fedssa"])    # doctest: +SKIP
     """
     recipe = find_recipe(name)
-    _check(recipe, scale)
+    _check(recipe, scale, jobs)
     rows = _chosen_methods(recipe, methods)
     columns = _chosen_settings(recipe, settings, scale)
     used = list(recipe.seeds(scale) if seeds is None else seeds)
@@ -89,12 +89,14 @@ def reproduce(
     table = _with_differences([_row(recipe, scale, own, folder, failures) for own in _by_cell(cells)], recipe)
     figure = _series(recipe, done, folder)
     disk.write(folder / TABLE, table.to_csv(index=False))
-    if recipe.entry.series in ("rounds", "clients", "margins"):
+    if recipe.entry.series not in (None, "costs"):  # costs are columns of the table
         disk.write(folder / SERIES, figure.to_csv(index=False))
     return Reproduction(recipe, scale, folder, table, figure, len(recipe.settings) - len(columns), warning, failures)
 
 
-def _check(recipe: Recipe, scale: str) -> None:
+def _check(recipe: Recipe, scale: str, jobs: int) -> None:
+    if jobs < 1:
+        raise InputError(f"jobs is {jobs}, but must be a whole number at least 1.")
     if recipe.entry.not_yet:
         raise InputError(f"{recipe.name} can't be reproduced yet: {recipe.entry.not_yet}.")
     if scale not in SCALES:
