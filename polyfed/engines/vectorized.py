@@ -1,12 +1,12 @@
 """The default engine on a GPU: clients of one architecture train as one batched network.
 
 A small network's step is limited by the launches of its kernels, not by arithmetic. Stacking the clients of one
-architecture (a cohort) makes one launch serve all of them, and on CUDA a whole step is captured once as a graph and
+architecture (a cohort) makes one launch serve all of them, and on CUDA a complete step is captured once as a graph and
 replayed, cohorts of different architectures side by side. The numbers are those of the plain loop to float tolerance.
 
 Batch norm looks at all samples of a batch, so clients whose batch norm trains can't be padded to a common shape: each
-is a cohort of its own. What can't be stacked or captured at all is trained by the plain loop: networks with dropout
-(its masks come from one generator per client), with unusual norms, or that `vmap` does not take. Both are said once.
+is its own cohort. What can't be stacked or captured at all is trained by the plain loop: networks with dropout
+(its masks come from one generator per client), with unusual norms, or that `vmap` can't handle. Both are noted once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
 from polyfed.engines.client.workbench import Workbench
-from polyfed.engines.stacked.begun import Begun
-from polyfed.engines.stacked.captured import CapturedStep, Lane
+from polyfed.engines.stacked.captured import CapturedStep, Stream
 from polyfed.engines.stacked.layers import trouble
 from polyfed.engines.stacked.plan import Plan, new_plan
+from polyfed.engines.stacked.round import CohortRound
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase, Reply, Trained
@@ -37,9 +37,9 @@ Result = TypeVar("Result")
 
 LARGEST_COHORT = 256
 MOST_AHEAD = 5_000_000
-"""Visits of samples that may be drawn ahead; with augmentation each takes some hundred bytes."""
+"""Visits of samples that may be drawn ahead; with augmentation each needs some hundred bytes."""
 KEPT_STEPS = 128
-"""Captured steps that are kept for later rounds; the least recently used goes first."""
+"""Captured steps that are kept for later rounds; the least recently used is dropped first."""
 
 
 class VectorizedEngine(LocalEngine):
@@ -52,16 +52,16 @@ class VectorizedEngine(LocalEngine):
         self._bench = Workbench(self._empty_network)
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
         self._stacks: dict[tuple[str, int], stacked.Stack] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._streams: dict[str, Stream] = {}
         self._ahead: dict[tuple[int, ...], list[Plan]] = {}
-        """By round and clients, batches that were drawn while the round before was trained."""
+        """By round and clients, batches that were drawn during the previous round."""
         self._looped: dict[str, str] = {}
         """By architecture, why the plain loop trains it."""
         self._normed: dict[str, set[str]] = {}
         """By architecture, the phases in which batch norm trains."""
         self._limit = LARGEST_COHORT
         self._apart = True
-        """Architectures have lanes of their own."""
+        """Architectures have streams of their own."""
         self._owners = Counter(architecture.name for architecture in population.architectures.values())
         self._longest: dict[str, int] = {}
         for client, own in population.data.items():
@@ -122,7 +122,7 @@ class VectorizedEngine(LocalEngine):
     # Cohorts ----------------------------------------------------------------------------------------------------------
 
     def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:
-        """The clients that the plain loop need not train, or all others, by architecture, in pieces that fit."""
+        """The clients that can be stacked, or all others, by architecture, in pieces that fit."""
         groups: dict[str, list[int]] = {}
         for client in sorted(clients):
             if (self._reason_for_the_loop(client) is None) == stackable:
@@ -136,29 +136,31 @@ class VectorizedEngine(LocalEngine):
     def _train_side_by_side(
         self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
     ) -> Iterator[list[Reply]]:
-        """Queue the work of all cohorts, each on its lane, before waiting for the first."""
-        begun: deque[Begun] = deque()
+        """Queue the work of all cohorts, each on its stream, before waiting for the first."""
+        queued: deque[CohortRound] = deque()
         too_large: list[list[int]] = []
         for clients in cohorts:
             try:
                 with local.explained(self.population, clients, f"round {round}"):
-                    begun.append(self._begin(clients, downloads, round))
+                    queued.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
         if self._come_again(downloads, round):
-            self._draw_ahead(begun, round)
-        while begun:
-            work = begun.popleft()
+            self._draw_ahead(queued, round)
+        while queued:
+            work = queued.popleft()
             try:
                 with local.explained(self.population, work.clients, f"round {round}"):
                     answers = self._finish(work, round)
                 yield answers
             except torch.OutOfMemoryError:
                 too_large.append(work.clients)
-            del work  # with its memory, which those that are tried again may need
+            del work  # and its memory, which the cohorts that are tried again may need
         if too_large and len(cohorts) > 1 and self._apart:
             self._apart = False
-            self.notes.append("not all architectures fit into memory side by side; from now on one after another")
+            self.notes.append(
+                "not all architectures fit into memory side by side; from now on they train one after another"
+            )
         for clients in too_large:
             again = partial(self._train_stacked, downloads=downloads, round=round)
             yield [reply for part in self._alone(clients, again) for reply in part]
@@ -166,17 +168,17 @@ class VectorizedEngine(LocalEngine):
     def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
         return self._finish(self._begin(clients, downloads, round), round)
 
-    def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> Begun:
+    def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> CohortRound:
         """Queue all that a cohort trains in this round, without waiting for it."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
         phases = self.population.method.phases()
-        with self._lane(clients[0]).entered():
+        with self._stream(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
             drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
-            # All plans before the first phase: to bring one to a GPU waits for what was queued before.
+            # All plans before the first phase: moving one to a GPU waits for everything queued before.
             plans = [plan.on(self.population.device) for plan in drawn]
             steps = [self._train_phase(clients, stack.state, *each) for each in zip(phases, plans, strict=True)]
-            return Begun(clients, stack, phases, steps, [plan.left_out for plan in plans])
+            return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans])
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
         """Draw all batches of a cohort, phase by phase."""
@@ -185,17 +187,17 @@ class VectorizedEngine(LocalEngine):
         return [plan(phase=phase, pads=phase.name not in normed) for phase in self.population.method.phases()]
 
     def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
-        """Whether the next round has the same cohorts, because everyone takes part, and few enough samples."""
+        """Whether everyone takes part, so the next round has the same cohorts, with few enough samples."""
         people = self.population
         if len(participants) < len(people.data) or round == people.task.rounds:
             return False
         epochs = sum(phase.epochs for phase in people.method.phases())
         return epochs * sum(len(own.train) for own in people.data.values()) <= MOST_AHEAD
 
-    def _draw_ahead(self, begun: Iterable[Begun], round: int) -> None:
+    def _draw_ahead(self, queued: Iterable[CohortRound], round: int) -> None:
         """Draw the batches of these cohorts for the next round too, while the GPU works."""
         self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= round}
-        for work in begun:
+        for work in queued:
             self._ahead[round + 1, *work.clients] = self._plans(work.clients, round + 1)
 
     def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: Plan) -> stacked.PhaseStep:
@@ -203,43 +205,43 @@ class VectorizedEngine(LocalEngine):
         captured.run(plan)
         return captured.step
 
-    def _finish(self, begun: Begun, round: int) -> list[Reply]:
+    def _finish(self, work: CohortRound, round: int) -> list[Reply]:
         """What the clients answer after training; only then is their new state kept."""
-        people, method, clients = self.population, self.population.method, begun.clients
-        lane, flops = self._lane(clients[0]), self._client_flops(clients[0])
-        with lane.entered(), torch.no_grad():
+        people, method, clients = self.population, self.population.method, work.clients
+        stream, flops = self._stream(clients[0]), self._client_flops(clients[0])
+        with stream.entered(), torch.no_grad():
             network = self._network(clients[0]).eval()
-            own = {name: tensor[: len(clients)] for name, tensor in begun.stack.state.items()}
+            own = {name: tensor[: len(clients)] for name, tensor in work.stack.state.items()}
             statistics = stacked.collect(people, clients, network, own)
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
-            visited = begun.visited(people)
-            parts = begun.stack.parts[: len(clients)]
+            visited = work.visited(people)
+            parts = work.stack.parts[: len(clients)]
             answers = [
                 Trained(people.counts[client], round, state, *found)
-                for client, state, *found in zip(clients, parts, statistics, begun.tracked(visited), strict=True)
+                for client, state, *found in zip(clients, parts, statistics, work.tracked(visited), strict=True)
             ]
             seen = zip(*(counts.sum(1).tolist() for counts in visited), strict=True)
-            names = [phase.name for phase in begun.phases]
+            names = [phase.name for phase in work.phases]
             spent = [
                 flops.of_round(dict(zip(names, own, strict=True)), len(people.data[client].train))
                 for client, own in zip(clients, seen, strict=True)
             ]
-            notes = [(*begun.notes(), *own_remarks) for own_remarks in remarks]
-            weights = begun.weights()
-            losses = begun.losses(visited, round)  # waits for the GPU, so as late as it can be
-            begun.check_weights(weights, round)
+            notes = [(*work.notes(), *own_remarks) for own_remarks in remarks]
+            weights = work.weights()
+            losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
+            work.check_weights(weights, round)
             local.check_statistics(answers, clients, round)
             messages = [local.upload(people, *one) for one in zip(clients, answers, strict=True)]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
-            # Last of all: a cohort that has run out of memory is tried again from its old states.
+            # Last: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)
-        lane.join()
+        stream.join()
         return replies
 
     def _keep(self, clients: list[int], states: list[State]) -> None:
-        """Copy the clients' states from their stack to where they rest."""
+        """Copy the clients' states from their stack to the store."""
         beginners = [client for client in clients if not self.store.has(client)]
         rooms = [self.store.room(client, state) for client, state in zip(clients, states, strict=True)]
         stacked.copy_states(rooms, states)
@@ -259,7 +261,7 @@ class VectorizedEngine(LocalEngine):
     # Memory and shapes ------------------------------------------------------------------------------------------------
 
     def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> stacked.Stack:
-        """The clients' states after their downloads, one above the other, padded with copies of the first client.
+        """The clients' states after their downloads, stacked and padded with copies of the first client.
 
         `keep`: in tensors that stay, because captured steps work on them.
         """
@@ -298,20 +300,20 @@ class VectorizedEngine(LocalEngine):
         if key not in self._steps:
             step = stacked.PhaseStep(self.population, self._network(client), phase, state)
             most = phase.epochs * -(-self._longest[name] // self._width(client))
-            self._steps[key] = CapturedStep(step, self._lane(client), most)
+            self._steps[key] = CapturedStep(step, self._stream(client), most)
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
 
-    def _lane_name(self, client: int) -> str:
+    def _stream_name(self, client: int) -> str:
         return self._architecture(client) if self._apart else "all"
 
-    def _lane(self, client: int) -> Lane:
-        name = self._lane_name(client)
-        if name not in self._lanes:
-            self._lanes[name] = Lane(self.population.device)
-        return self._lanes[name]
+    def _stream(self, client: int) -> Stream:
+        name = self._stream_name(client)
+        if name not in self._streams:
+            self._streams[name] = Stream(self.population.device)
+        return self._streams[name]
 
     def _network(self, client: int) -> ClientNetwork:
         """The architecture's network, around which states are laid; phases set its modules' modes."""
@@ -323,11 +325,11 @@ class VectorizedEngine(LocalEngine):
         try:
             return [work(clients)]
         except torch.OutOfMemoryError:
-            pass  # memory can be given back only after the error has let go of its frames
+            pass  # memory can be freed only after the error has released its frames
         return self._alone(clients, work)
 
     def _alone(self, clients: list[int], work: Callable[[list[int]], Result]) -> list[Result]:
-        """The same without what other cohorts had left in memory, which may have been in the way."""
+        """The same after freeing what other cohorts left in memory."""
         self._let_go()
         try:
             return [work(clients)]
@@ -338,16 +340,18 @@ class VectorizedEngine(LocalEngine):
         half = len(clients) // 2
         if half < self._limit:
             self._limit = half
-            self.notes.append(f"{len(clients)} clients at once did not fit into memory; from now on {half} at most")
+            self.notes.append(
+                f"{len(clients)} clients at once did not fit into memory; from now on at most {half} train together"
+            )
         return [result for part in (clients[:half], clients[half:]) for result in self._fitting(part, work)]
 
     def _let_go(self) -> None:
-        """Give back all memory that is only kept to be faster next time."""
+        """Free all memory that is only kept to be faster next time."""
         if self.population.device.type == "cuda":
-            torch.cuda.synchronize()  # no graph goes while it runs
+            torch.cuda.synchronize()  # no graph may be freed while it runs
         self._steps.clear()
         self._stacks.clear()
-        self._lanes.clear()
+        self._streams.clear()
         gc.collect()  # a failed capture may have left cycles that hold on to its memory
         if self.population.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -369,13 +373,14 @@ class VectorizedEngine(LocalEngine):
         return self._looped.get(name)
 
     def _try(self, client: int) -> str | None:
-        """Train, predict and collect with two copies of the client; what goes wrong if something does.
+        """Train, predict and collect with two copies of the client; returns what goes wrong, if anything.
 
-        Under `vmap` also where clients train alone: it refuses what can't be captured, such as decisions about values.
+        `vmap` is used even where clients train alone: it refuses what can't be captured, such as decisions about
+        values.
         """
         people, network, twice = self.population, self._network(client), [client, client]
         alone = bool(self._normed[self._architecture(client)])
-        width = min(2, self._width(client)) if alone else self._width(client)  # alone it may just fit into memory
+        width = min(2, self._width(client)) if alone else self._width(client)  # alone, it may just fit into memory
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
         try:
             for phase in people.method.phases():
@@ -383,7 +388,9 @@ class VectorizedEngine(LocalEngine):
                 if plan.active:
                     step = stacked.PhaseStep(people, network, phase, state)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
-                    step(plan.on(people.device).at(0))
+                    inputs = plan.on(people.device).at(0)
+                    step.prepare(inputs)
+                    step(inputs)
             network.eval()
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)
@@ -391,7 +398,7 @@ class VectorizedEngine(LocalEngine):
                 stacked.remarks(people, twice, network, state)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the plain loop may be able to, and says what is wrong if not
+        except Exception as error:  # the plain loop may succeed, and says what is wrong if not
             return " ".join(str(error).split())[:200]
         return None
 

@@ -52,13 +52,13 @@ OWN = frozenset(METHODS)
 
 
 def register(method: type[Method]) -> str:
-    """Let a method of the user's own be found by its name, which is returned; a new class replaces an older one."""
+    """Register the user's own method under its name, which is returned; a new class replaces an older one."""
     name = getattr(method, "name", None)
     if not isinstance(name, str) or not name:
         raise InputError(f"the method {method.__name__} has no name: give its class one, such as name = 'my-method'.")
     if name in OWN and METHODS[name] is not method:
         raise InputError(
-            f"the method {method.__name__} is called '{name}', as one of polyfed's own: give its class another name."
+            f"the method {method.__name__} is called '{name}', like one of polyfed's own: give its class another name."
         )
     METHODS[name] = method
     return name

@@ -22,7 +22,7 @@ class Packet:
     message: Message | None = None
 
     def to_bytes(self) -> tuple[bytes, bytes]:
-        """The facts as JSON and the message as safetensors; no message is no bytes."""
+        """The facts as JSON and the message as safetensors; without a message, no bytes."""
         return json.dumps(self.facts).encode(), b"" if self.message is None else self.message.to_bytes()
 
     @staticmethod
@@ -38,7 +38,7 @@ class Packet:
 
 
 class Transport(ABC):
-    """Two questions: who is there, and what do these answer."""
+    """Two questions: who is there, and what do they answer?"""
 
     @abstractmethod
     def nodes(self) -> Collection[str]:
@@ -52,9 +52,9 @@ class Transport(ABC):
         timeout: float,
         done: Callable[[str], None] = lambda node: None,
     ) -> dict[str, Packet]:
-        """Send each of these members its packet and gather what comes back in time.
+        """Send each of these members its packet and collect the answers that arrive in time.
 
-        `done` is called as each one answers. Whoever does not answer is missing in the result.
+        `done` is called as each one answers. Members that do not answer are missing from the result.
         """
 
 
@@ -63,9 +63,9 @@ class InMemoryTransport(Transport):
 
     def __init__(self, sites: Mapping[str, Callable[[Kind, Packet], Packet]], *, record: bool = False) -> None:
         self.sites = dict(sites)
-        """What each member answers; one that is taken out can't be reached."""
+        """What each member answers; one that is removed can't be reached."""
         self.record: list[tuple[Kind, str, bytes, bytes]] | None = [] if record else None
-        """What went over the wire: kind, member, facts and message, requests and answers in their order."""
+        """What went over the wire: kind, member, facts and message, requests and answers in order."""
 
     def nodes(self) -> Collection[str]:
         return list(self.sites)

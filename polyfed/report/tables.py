@@ -19,13 +19,13 @@ _NEEDS = {"features": "same number of features", "head": "same head", "network":
 
 
 def methods() -> list[dict[str, Any]]:
-    """Every method with its paper, what it shares, what clients must have in common, and its options."""
+    """Every method with its paper, what it sends, what clients must have in common, and its options."""
     return [
         {
             "name": method.name,
             "title": method.title,
             "paper": method.paper,
-            "shares": method.shares,
+            "sends": method.sends,
             "requires": list(method.requires),
             "options": [
                 {
@@ -67,8 +67,8 @@ def datasets() -> list[dict[str, Any]]:
 
 def methods_table() -> Table:
     """The methods for people."""
-    rows = [[m["name"], f"{m['title']}, {m['paper']}", m["shares"], _needs(m["requires"])] for m in methods()]
-    return _table(["name", "method and paper", "what clients share", "must be the same"], rows)
+    rows = [[m["name"], f"{m['title']}, {m['paper']}", m["sends"], _needs(m["requires"])] for m in methods()]
+    return _table(["name", "method and paper", "what clients send", "must be the same"], rows)
 
 
 def method_options_table() -> Table:
@@ -80,7 +80,7 @@ def method_options_table() -> Table:
             [f"  {o['name']}", typed(o["default"]), f"{o['description']} ({o['range']})"] for o in method["options"]
         ]
     table = _table(["option", "default", "meaning (range)"], rows)
-    table.caption, table.caption_justify = "An option is set by --set method.NAME=VALUE.", "left"
+    table.caption, table.caption_justify = "Set an option with --set method.NAME=VALUE.", "left"
     return table
 
 
@@ -134,7 +134,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _test_set(choice: str) -> list[list[str]]:
-    """A row on the test set that the data brought along, if they did."""
+    """A row on the test set that came with the data, if there is one."""
     words = {"apart": "for testing only", "pooled": "with training samples"}
     return [["test set of the data", choice, words[choice]]] if choice in words else []
 

@@ -1,4 +1,4 @@
-"""What methods with prototypes share: a client's side, which is the same however the server makes the prototypes."""
+"""What methods with prototypes share: the client's side, which does not depend on how the server makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrototypeMethod(Method):
     The server keeps its prototypes in `prototypes.vectors` and which of them exist in `prototypes.known`.
     """
 
-    shares = "class prototypes (mean features)"
+    sends = "class prototypes (mean features)"
     requires = ("features",)
     collect = Collect()
     kept_fresh = ("prototypes",)

@@ -1,4 +1,4 @@
-"""A small network that every client has beside its private one, and that travels whole and is averaged."""
+"""A small network that every client has beside its private one, and that travels and is averaged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from polyfed.methods.parts.tools import module_state
 class SharedNetwork(Averaged):
     """Base of methods whose private networks learn through a homogeneous one, `net.shared`."""
 
-    shares = "a small common network"
+    sends = "a small common network"
     module = "shared"
     weighted = False
 
     def shared_network(self) -> SplitNetwork:
-        """The network that travels, with its first weights."""
+        """The network that travels, with its initial weights."""
         return self.task.new_auxiliary()
 
     def first_state(self) -> State:
