@@ -9,49 +9,19 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
 import polyfed
-from polyfed import bench, cli
+from polyfed import bench
 from polyfed.cli.runs import NextFolder
 from polyfed.config import experiment
 from polyfed.records import RunFolder
+from tests.shell import Ended, Shell, is_one_sentence
 
 SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", "--device", "cpu")
-
-
-class Ended(NamedTuple):
-    status: int
-    output: str
-    error: str
-
-
-class Shell:
-    """Runs polyfed in this process, in a folder of its own."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys = capsys
-        self._monkeypatch = monkeypatch
-
-    def __call__(self, *arguments: str) -> Ended:
-        self._monkeypatch.setattr(sys, "argv", ["polyfed", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        output, error = self._capsys.readouterr()
-        return Ended(int(caught.value.code or 0), output, error)
-
-
-@pytest.fixture
-def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.chdir(tmp_path)
-    return Shell(capsys, monkeypatch)
-
-
-def is_one_sentence(error: str) -> bool:
-    return error.startswith("polyfed: ") and error.endswith((".\n", "?\n")) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -336,7 +306,7 @@ def test_methods_in_json_have_documented_options(shell: Shell) -> None:
     assert (weight["default"], weight["range"]) == (None, "a number at least 0, or none")
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("resume",), ("methods",), ("bench",)])
+@pytest.mark.parametrize("command", [(), ("run",), ("resume",), ("compare",), ("methods",), ("bench",)])
 def test_help_is_plain_text_of_80_columns(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:

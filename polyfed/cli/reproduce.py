@@ -7,11 +7,9 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from polyfed.cli.base import AsJson, Quiet, error_console, out_console, show_list
+from polyfed.cli.base import AsJson, error_console, out_console, show_list, watch
 from polyfed.errors import InputError, RunError, unknown_name
-from polyfed.report import reproductions
 from polyfed.reproduce.recipes import SCALES, ScaleName, find_recipe
-from polyfed.reproduce.run import reproduce as run_recipe
 
 
 def reproduce(
@@ -36,10 +34,13 @@ def reproduce(
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="where runs and tables go (default: runs/NAME-SCALE)")
     ] = None,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the folder")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Repeat a table or a figure of a paper. And put our numbers beside the published ones."""
+    from polyfed.report import reproductions  # only this command needs statistics, which take a while to import
+    from polyfed.reproduce.run import reproduce as run_recipe
+
     if list_them:
         show_list(as_json, reproductions.recipe_list(), reproductions.recipes_table())
         return
@@ -50,17 +51,17 @@ def reproduce(
     if out is not None and not out.strip():
         raise InputError("--out is empty: name a folder, or omit --out for one under runs/.")
     machine = {"device": device, "engine": engine, "data_folder": data_folder}
-    done = run_recipe(
-        name,
-        Path(out or f"runs/{find_recipe(name).name}-{scale}"),
-        scale=cast(ScaleName, scale),
-        methods=_names("--methods", methods),
-        settings=_names("--settings", settings),
-        seeds=None if seeds is None else parse_seeds(seeds),
-        jobs=jobs,
-        tell=lambda line: None if quiet else error_console.print(line, soft_wrap=True),
-        **{setting: value for setting, value in machine.items() if value is not None},
-    )
+    folder = Path(out or f"runs/{find_recipe(name).name}-{scale}")
+    done = watch(
+        quiet or as_json or jobs > 1 or not out_console.is_terminal,
+        lambda watcher: run_recipe(
+            name, folder, scale=cast(ScaleName, scale), methods=_names("--methods", methods),
+            settings=_names("--settings", settings), seeds=seeds, jobs=jobs, watcher=watcher,
+            tell=lambda line: None if quiet else error_console.print(line, soft_wrap=True),
+            **{setting: value for setting, value in machine.items() if value is not None},
+        ),
+        lambda watcher: f"stopped; the same command continues in {folder}.",
+    )  # fmt: skip
     if as_json:
         print(done.table.to_json(orient="records", indent=2))
     elif not quiet:
@@ -84,19 +85,3 @@ def _names(option: str, text: str | None) -> list[str] | None:
     if names == []:
         raise InputError(f"{option} is empty: give names, or omit it for all.")
     return names
-
-
-def parse_seeds(text: str) -> list[int]:
-    """
-    >>> parse_seeds("0-2,7")
-    [0, 1, 2, 7]
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or dash and not (last.isdecimal() and int(first) <= int(last)):
-            raise InputError(f"--seeds is '{text}', but must be numbers such as 0,1,2 or a range such as 0-2.")
-        found += range(int(first), int(last if dash else first) + 1)
-    if len(set(found)) < len(found):
-        raise InputError(f"--seeds is '{text}', but names a seed twice: name each once.")
-    return found

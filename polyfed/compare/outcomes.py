@@ -13,6 +13,7 @@ import pandas as pd
 
 from polyfed.errors import InputError
 from polyfed.records import RunFolder
+from polyfed.records.claim import read_claim
 
 RoundChoice = Literal["final", "best-validation", "best-test"]
 ROUNDS: dict[RoundChoice, str] = {
@@ -47,6 +48,8 @@ class Outcome:
     totals: Mapping[str, float]
     """Costs of all rounds: floats and bytes up and down, flops, seconds, and simulated_seconds if there is a clock."""
     replies_left_out: int
+    facts: Mapping[str, str]
+    """Hashes of the data, the partition and the networks that the run began with."""
 
     @property
     def seconds(self) -> float:
@@ -80,6 +83,7 @@ def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
         curve=_curve(test, validation, rounds),
         totals={name: float(summary[name]) for name in (*COSTS, SIMULATED) if summary.get(name) is not None},
         replies_left_out=int((rounds["participants"] - rounds["replies"]).sum()),
+        facts=read_claim(folder.path).get("facts", {}),
     )
 
 

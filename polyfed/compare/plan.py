@@ -20,9 +20,9 @@ from polyfed.resuming import check_trusted
 
 MethodChoice = str | Path | type[Method] | Mapping[str, Any]
 """A name, an address, a file, a class, or a mapping with a name, options and perhaps a label."""
-OWN = ("method.", "training.", "ray.")
+OWN = ("method.", "training.")
 """Settings that may differ between the methods of a comparison; all others must be the same."""
-HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder")
+HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray")
 """Settings that may differ between any two runs: they have no influence on numbers, or are the comparison's own."""
 LONGEST_NAME = 120
 FILES = (".yaml", ".yml")
@@ -88,7 +88,7 @@ def plan(
     _check_unrepeated("method", [entry.label for entry in entries])
     if not entries:
         raise InputError("there is no method to compare: name at least one, such as fedproto.")
-    _check_seeds(seeds)
+    check_seeds(seeds)
     given = normal_form(settings or {})
     if "seed" in given:
         raise InputError("seed can't be set in a comparison: use --seeds, such as --seeds 0-4.")
@@ -175,7 +175,8 @@ def _check_unrepeated(what: str, names: Sequence[Any]) -> None:
     raise InputError(f"{what} {repeated} is given twice: give it once{remedy}.")
 
 
-def _check_seeds(seeds: Sequence[int]) -> None:
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise unless there are seeds, each of them once."""
     if not seeds:
         raise InputError("there is no seed: give at least one, such as --seeds 0-4.")
     for seed in seeds:
@@ -258,9 +259,9 @@ def _check_concerned(
 def _check_belong_together(cells: Sequence[Cell]) -> None:
     """Methods are comparable only on the same federation: same data, partition, networks, rounds, evaluation."""
     first = cells[0]
-    expected = _common(first)
+    expected = common_settings(first)
     for cell in cells[1:]:
-        for name, value in _common(cell).items():
+        for name, value in common_settings(cell).items():
             if name not in {*first.point, *cell.point} and expected.get(name) != value:
                 raise InputError(
                     f"{name} is {typed(expected.get(name))} for {first.method} and {typed(value)} for {cell.method}, "
@@ -268,9 +269,10 @@ def _check_belong_together(cells: Sequence[Cell]) -> None:
                 )
 
 
-def _common(cell: Cell) -> dict[str, Any]:
+def common_settings(cell: Cell) -> dict[str, Any]:
+    """The settings that all methods of a comparison have in common."""
     settings = settings_by_name(cell.config)
-    return {n: v for n, v in settings.items() if n not in HARMLESS and not n.startswith(OWN)}
+    return {n: v for n, v in settings.items() if n.partition(".")[0] not in HARMLESS and not n.startswith(OWN)}
 
 
 def _shown(point: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from polyfed.compare.plan import Cell
+from polyfed.compare.comparison import parse_seeds
+from polyfed.compare.plan import Cell, check_seeds
 from polyfed.compare.runner import run_cells
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import METHODS
@@ -21,6 +22,7 @@ from polyfed.records.origin import settings_by_name, shown
 from polyfed.reproduce.measures import costs, measured, series
 from polyfed.reproduce.published import applicable, published
 from polyfed.reproduce.recipes import SCALES, Recipe, ScaleName, find_recipe, setting_of
+from polyfed.server.federation import Watcher
 
 RECORD, TABLE, SERIES = "reproduction.json", "reproduction.csv", "series.csv"
 BASELINE = "standalone"
@@ -56,9 +58,10 @@ def reproduce(
     scale: ScaleName = "small",
     methods: Sequence[str] | None = None,
     settings: Sequence[str] | None = None,
-    seeds: Sequence[int] | None = None,
+    seeds: Sequence[int] | str | None = None,
     jobs: int = 1,
     tell: Callable[[str], None] = lambda line: None,
+    watcher: Watcher | None = None,
     **machine: Any,
 ) -> Reproduction:
     """Run a recipe, or some of its methods, settings and seeds, and write what came out of it into a folder.
@@ -71,7 +74,8 @@ def reproduce(
     _check(recipe, scale, jobs)
     rows = _chosen_methods(recipe, methods)
     columns = _chosen_settings(recipe, settings, scale)
-    used = list(recipe.seeds(scale) if seeds is None else seeds)
+    used = recipe.seeds(scale) if seeds is None else parse_seeds(seeds) if isinstance(seeds, str) else list(seeds)
+    check_seeds(used)
     cells = [
         Cell(method, seed, recipe.point(setting), experiment.model_copy(update={"seed": seed}))
         for setting in columns
@@ -84,7 +88,7 @@ def reproduce(
     folder = _claimed(Path(out), recipe, scale)
     if warning:
         tell(warning)
-    failures = run_cells(cells, folder, jobs=jobs, tell=tell)
+    failures = run_cells(cells, folder, jobs=jobs, tell=tell, watcher=watcher)
     done = [cell for cell in cells if cell.name not in failures]
     table = _with_differences([_row(recipe, scale, own, folder, failures) for own in _by_cell(cells)], recipe)
     figure = _series(recipe, done, folder)
