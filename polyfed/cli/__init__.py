@@ -17,7 +17,8 @@ __all__ = ["app", "main"]
 
 # `polyfed --help` lists them in this order.
 _COMMANDS = (
-    runs.run, runs.resume, compare.compare, reproduce.reproduce, lists.methods, lists.models, lists.datasets, lists.bench,
+    runs.run, runs.resume, compare.compare, reproduce.reproduce,
+    lists.methods, lists.models, lists.datasets, lists.bench,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command()(_command)

@@ -1,6 +1,7 @@
 """Methods compared fairly: same data, clients, networks and participants per seed; several seeds; statistics."""
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,9 @@ class _Callable(ModuleType):
 
 def _find(name: str) -> Any:
     """Import statistics only when they are needed: workers, which run no more than a run, start faster."""
-    from polyfed.compare import comparison
-
-    if name in __all__:
-        return getattr(comparison, name)
-    raise AttributeError(f"module 'polyfed.compare' has no attribute '{name}'")
+    if name not in __all__:
+        raise AttributeError(f"module 'polyfed.compare' has no attribute '{name}'")
+    return getattr(import_module("polyfed.compare.comparison"), name)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from polyfed.assemble import PYTHON
+from polyfed.addresses import PYTHON
 from polyfed.compare import folder as folders
 from polyfed.compare import pictures, render
 from polyfed.compare.outcomes import ROUNDS, Outcome, RoundChoice, read_outcome

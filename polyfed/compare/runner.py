@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed import api
-from polyfed.addresses import trusting
-from polyfed.assemble import PYTHON
+from polyfed.addresses import PYTHON, trusting
 from polyfed.compare.crew import Crew
 from polyfed.compare.plan import Cell
 from polyfed.config import Experiment, read_yaml
