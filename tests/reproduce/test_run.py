@@ -10,9 +10,7 @@ import pytest
 from polyfed.reproduce.measures import costs, measured, series
 from polyfed.reproduce.recipes import Compare, Recipe, find_recipe, recipes
 from polyfed.reproduce.run import COLUMNS, _with_differences, reproduce
-from tests.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.shell import Shell
 
 RECIPES = [recipe for recipe in recipes() if not recipe.entry.not_yet]
 NOT_YET = [recipe.name for recipe in recipes() if recipe.entry.not_yet]
