@@ -11,6 +11,9 @@ from polyfed.cli.base import AsJson, error_console, out_console, show_list, watc
 from polyfed.errors import InputError, RunError, unknown_name
 from polyfed.reproduce.recipes import SCALES, ScaleName, find_recipe
 
+WIDEST = 100
+"""Characters in a line of a table."""
+
 
 def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="a recipe, such as fedssa-table2")] = None,
@@ -66,7 +69,10 @@ def reproduce(
         print(done.table.to_json(orient="records", indent=2))
     elif not quiet:
         out_console.print(f"{done.recipe.paper.paper}, {done.recipe.entry.title}", style="bold")
-        out_console.print(reproductions.reproduction_table(done))
+        for setting, table in reproductions.reproduction_tables(done):
+            out_console.print(f"\n{setting}", style="bold")
+            out_console.print(table, width=max(out_console.width, WIDEST), crop=False)  # a number must not be cut
+        out_console.print()
         for line in reproductions.remarks(done):
             out_console.print(line, soft_wrap=True)
     if not as_json:

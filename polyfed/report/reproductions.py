@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
 from rich.table import Table
 
 from polyfed.report.tables import _table as plain_table
@@ -19,6 +18,7 @@ NAMES = {
 """What series.csv has."""
 
 
+STDS = {"ours": "std", "published": "published_std"}
 AVERAGES = {"mean": "mean over clients", "weighted": "weighted by test samples"}
 ROUNDS = {"last": "in the last round", "last-tenth": "mean over the last tenth of the rounds", "best": "best on test"}
 
@@ -56,12 +56,20 @@ def _size(recipe: Recipe) -> str:
     return "not yet" if recipe.entry.not_yet else f"{len(recipe.entry.methods)}×{len(recipe.settings)}"
 
 
-def reproduction_table(done: Reproduction) -> Table:
-    """Cell by cell, ours beside theirs."""
-    columns = {"setting": "setting", "method": "method", "ours": "ours", "published": "published", **_further(done)}
-    table = plain_table(list(columns.values()), [[_cell(row, name) for name in columns] for row in _rows(done.table)])
-    for number, column in enumerate(table.columns):
-        column.no_wrap, column.justify = True, "left" if number < 2 else "right"
+def reproduction_tables(done: Reproduction) -> list[tuple[str, Table]]:
+    """Ours beside theirs, a table for each setting."""
+    columns = {"method": "method", "ours": "ours", "published": "published", **_further(done)}
+    rows = [{str(name): value for name, value in row.items()} for row in done.table.to_dict("records")]
+    return [
+        (setting, _setting_table(columns, [row for row in rows if row["setting"] == setting]))
+        for setting in dict.fromkeys(done.table["setting"])
+    ]
+
+
+def _setting_table(columns: dict[str, str], rows: list[dict[str, Any]]) -> Table:
+    table = plain_table(list(columns.values()), [[_cell(row, name) for name in columns] for row in rows])
+    for column in table.columns[1:]:
+        column.no_wrap, column.justify = True, "right"
     return table
 
 
@@ -69,17 +77,14 @@ def _further(done: Reproduction) -> dict[str, str]:
     """Columns that only some recipes have: costs up to a target, or else gains."""
     if done.recipe.entry.targets:
         return {f"{cost}_to_target": f"{cost} to\ntarget" for cost in ("rounds", "floats", "flops")}
-    base, name = "standalone", "Standalone"
-    if done.table["ours_minus_standalone"].isna().all():
-        base, name = "reference", done.recipe.entry.reference or ""
+    base = done.recipe.base
     if done.table[f"ours_minus_{base}"].isna().all():
         return {}
-    columns = {f"ours_minus_{base}": f"ours −\n{name}", f"published_minus_{base}": f"published −\n{name}"}
-    return columns if base == "reference" else {**columns, "gain_difference": "difference\nof gains"}
-
-
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+    return {
+        f"ours_minus_{base}": "our\ngain",
+        f"published_minus_{base}": "published\ngain",
+        "gain_difference": "difference\nof gains",
+    }
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
@@ -87,12 +92,11 @@ def _cell(row: dict[str, Any], name: str) -> str:
     if isinstance(value, str):
         return value
     if value != value:
-        return "–" if name in ("ours", "published") or name.endswith("_to_target") else ""
-    if name == "ours" and row["std"] == row["std"]:
-        return f"{value:.2f} ± {row['std']:.2f}"
-    if name.endswith("_to_target"):
-        return quantity(value).strip()
-    return f"{value:+.2f}" if "_minus_" in name or name == "gain_difference" else f"{value:.2f}"
+        return "–" if name in STDS or name.endswith("_to_target") else ""
+    if name in STDS:
+        std = row[STDS[name]]
+        return f"{value:.2f} ± {std:.2f}" if std == std else f"{value:.2f}"
+    return quantity(value).strip() if name.endswith("_to_target") else f"{value:+.2f}"
 
 
 def remarks(done: Reproduction) -> list[str]:
@@ -100,6 +104,9 @@ def remarks(done: Reproduction) -> list[str]:
     compare = done.recipe.compare
     what = f"accuracy in percent, {AVERAGES[compare.average]}, {ROUNDS[compare.round]}"
     lines = [f"Ours: {what if compare.what == 'accuracy' else 'numbers sent in the last round, in millions'}."]
+    if "gain_difference" in _further(done):
+        other = done.recipe.entry.reference if done.recipe.base == "reference" else "standalone"
+        lines.append(f"Gain: over {other} in the same setting.")
     if done.warning:
         lines.append(done.warning)
     if done.left_out:

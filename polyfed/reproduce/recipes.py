@@ -172,6 +172,11 @@ class Recipe:
         """A setting by the axes of its grid."""
         return dict(zip(self.entry.grid, setting.split("/"), strict=True)) if self.entry.grid else {}
 
+    @property
+    def base(self) -> str:
+        """What gains are over: Standalone, or else the method that the paper compares with."""
+        return "standalone" if "standalone" in self.entry.methods else "reference"
+
     def sources(self, setting: str) -> Sources:
         """What a setting adds to what all cells have in common."""
         parts = self._points()[setting]
@@ -224,8 +229,8 @@ def _made_smaller(values: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     {'rounds': 100, 'clients': 20, 'participation': 0.1, 'training': {}, 'ray': {}}
     """
     result = merged(values, scale.settings)
-    for name, limit in scale.most.items():
-        result[name] = min(result.get(name, limit), limit)
+    for name in scale.most.keys() & result.keys():
+        result[name] = min(result[name], scale.most[name])
     if scale.visits is not None:
         result["rounds"] = min(result["rounds"], math.ceil(scale.visits / result.get("participation", 1.0) - 1e-9))
     return result

@@ -158,7 +158,7 @@ def _claimed(folder: Path, recipe: Recipe, scale: ScaleName) -> Path:
             )
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"'{folder}' exists and is no reproduction: choose a new or empty folder (--out).")
+        raise InputError(f"'{folder}' exists and is not a reproduction: choose a new or empty folder (--out).")
     disk.make_folder(folder)
     disk.write(folder / RECORD, json.dumps(wanted, indent=2) + "\n")
     return folder
@@ -212,7 +212,7 @@ def _with_differences(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> pd.D
             other = found.get((base, row["setting"])) if base and base != row["method"] else None
             for ours in ("ours", "published"):
                 gains[f"{ours}_minus_{name}"] = row[ours] - other[ours] if other else math.nan
-        gains["gain_difference"] = gains["ours_minus_standalone"] - gains["published_minus_standalone"]
+        gains["gain_difference"] = gains[f"ours_minus_{recipe.base}"] - gains[f"published_minus_{recipe.base}"]
         complete.append({**row, **gains})
     columns = [*COLUMNS, *(COST_COLUMNS if recipe.entry.targets else [])]
     return pd.DataFrame(complete, columns=columns).round(4)

@@ -134,6 +134,12 @@ def test_small_gives_every_client_the_same_number_of_visits() -> None:
     assert rounds == [10, 50, 100]
 
 
+def test_a_limit_lowers_a_setting_and_adds_none() -> None:
+    assert find_recipe("fedssa-figure6").experiment("fedssa", "n100/cifar100-90", "smoke").classes_per_client == 10
+    assert find_recipe("fedssa-figure6").experiment("fedssa", "n100/cifar10-2", "smoke").classes_per_client == 2
+    assert find_recipe("fedtgp-table6").experiment("fedtgp", "cifar100", "smoke").classes_per_client == 2
+
+
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(InputError, match="unknown recipe 'fedsa-table2': did you mean 'fedssa-table2'"):
         find_recipe("fedsa-table2")

@@ -2,11 +2,15 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+from torch import Tensor
 
+from polyfed import api
 from polyfed.reproduce.measures import costs, measured, series
 from polyfed.reproduce.recipes import Compare, Recipe, find_recipe, recipes
 from polyfed.reproduce.run import COLUMNS, _with_differences, reproduce
@@ -58,6 +62,14 @@ def test_gains_are_over_the_baseline_of_the_same_setting() -> None:
     assert table.loc[FIRST, ["ours_minus_standalone", "gain_difference"]].isna().all()
 
 
+def test_without_standalone_gains_are_over_the_method_that_the_paper_compares_with() -> None:
+    """FedTGP gains 2 over FedProto where the paper gains 10.6."""
+    rows = [row("fedproto", "cifar100", 40.0, 36.34), row("fedtgp", "cifar100", 42.0, 46.94)]
+    table = _with_differences(rows, find_recipe("fedtgp-table6")).set_index("method")
+    assert table.loc["fedtgp", "gain_difference"] == pytest.approx(2 - 10.6)
+    assert math.isnan(table.loc["fedtgp", "ours_minus_standalone"])
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two methods and two seeds of a table."""
@@ -90,6 +102,34 @@ def test_clients_of_a_figure_agree_with_the_run_s_own_record(out: Path) -> None:
     path = next((out / "runs").glob("standalone-*-seed0"))
     ours = [client["accuracy"] for client in series("clients", path, Compare(), None)]
     assert ours == pytest.approx(list(pd.read_csv(path / "clients.csv")["accuracy_final"]))
+
+
+def test_margins_are_distances_to_the_nearest_other_class(out: Path) -> None:
+    """Of every client's class means and of the server's prototypes; a class's largest margin among clients counts."""
+    path = next((out / "runs").glob("fedproto-*-seed0"))
+    result = api.resume(path, progress=False)
+    clients: dict[int, list[float]] = {}
+    for client, own in result.population.data.items():
+        x, y = result.population.dataset.batch(own.train)
+        with torch.no_grad():
+            features = result.network(client).features(x)
+        means = {label: features[y == label].mean(0) for label in y.unique().tolist()}
+        for label, margin in nearest(means).items():
+            clients.setdefault(label, []).append(margin)
+    vectors = result.server.state["prototypes.vectors"]
+    together = nearest({label: vectors[label] for label in clients})
+    rows = list(series("margins", path, Compare(), None))
+    assert [found["class"] for found in rows] == sorted(clients)
+    for found in rows:
+        assert found["client_margin"] == pytest.approx(max(clients[found["class"]]), rel=1e-3)
+        assert found["global_margin"] == pytest.approx(together[found["class"]], rel=1e-3)
+
+
+def nearest(points: dict[int, Tensor]) -> dict[int, float]:
+    return {
+        label: min(float((point - other).norm()) for name, other in points.items() if name != label)
+        for label, point in points.items()
+    }
 
 
 def test_communication_is_both_ways_in_millions(out: Path) -> None:
@@ -126,6 +166,8 @@ def test_the_command_prints_ours_beside_theirs(shell: Shell, out: Path) -> None:
     ended = shell("reproduce", *arguments, "--out", str(out))
     assert ended.status == 0
     assert "96.53" in ended.output
+    assert re.search(r"fedproto +\S+ ± \S+ +96.51 +\S+ +-0.02 +\S+\n", ended.output)
+    assert "Gain: over standalone" in ended.output
     assert "NOT THE PAPER'S SETTING" in ended.output
     assert "data digits instead of cifar10" in ended.output
     assert "5 of 6 settings were not run." in ended.output
@@ -179,7 +221,7 @@ def test_a_folder_with_other_files_is_refused(shell: Shell, tmp_path: Path) -> N
     (tmp_path / "notes.txt").write_text("mine")
     ended = shell("reproduce", "fedssa-table2", "--scale", "smoke", "--out", str(tmp_path))
     assert ended.status == 2
-    assert "is no reproduction" in ended.error
+    assert "is not a reproduction" in ended.error
 
 
 def test_a_failed_run_is_named_and_the_others_count(shell: Shell, tmp_path: Path) -> None:
