@@ -75,7 +75,7 @@ class Federation:
         self.progress = Progress()
         self.profiles = engine.join()
         check_common(type(method), self.profiles)
-        self.server = Server(config.seed, device or torch.device("cpu"))
+        self.server = Server(config.seed, device or engine.device)
         self.method.start(self.server)
         most_samples = config.count_bound or samples_known(self.profiles.values()) or MOST_SAMPLES
         self.door = Door(self.method, config.reply_bound, most_samples)
