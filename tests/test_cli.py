@@ -316,7 +316,7 @@ def test_help_is_plain_text_of_80_columns(
     text = shell(*command, "--help").output
     assert max(map(len, text.splitlines())) <= 80
     assert not set("│╭─╰") & set(text)
-    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "")
+    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "").replace("FILE.yaml}...", "")
 
 
 def test_help_describes_every_option(shell: Shell) -> None:

@@ -95,7 +95,8 @@ def compare(
         check_same_federation(cells, outcomes)
         again, noise = _noise_cell(cells, outcomes, question), None
         if noise_floor and again is not None:
-            tell(f"noise floor: {again.name} once more")
+            if not (path / "noise").exists():
+                tell(f"{again.name} once more, for the noise floor")
             failed = finish([again], path / "noise")
             failures |= {f"noise/{name}": reason for name, reason in failed.items()}
             noise = None if failed else _noise(again, path, outcomes, question)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
@@ -15,6 +16,7 @@ from polyfed.compare import statistics
 from polyfed.compare.outcomes import Outcome
 from polyfed.compare.plan import Cell, concerns, grid
 from polyfed.config import typed
+from polyfed.records import disk
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 """Okabe and Ito's, which colour-blind people can tell apart, without the black and the pale yellow."""
@@ -102,6 +104,7 @@ def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path) -> No
         values = point if isinstance(point, tuple) else (point,)
         place.set_title(", ".join(f"{n} = {v}" for n, v in zip(swept, values, strict=False)), fontsize=9)
         place.set(xlabel="round", ylabel="accuracy on test samples (%)")
+        place.xaxis.get_major_locator().set_params(integer=True)
     for place in list(np.atleast_1d(axes).flat)[len(panels) :]:
         place.set_axis_off()
     _legend(figure, np.atleast_1d(axes).flat[0])
@@ -148,4 +151,6 @@ def _legend(figure: Any, axes: Any) -> None:
 
 def _save(figure: Any, stem: Path) -> None:
     for kind in KINDS:
-        figure.savefig(stem.with_name(f"{stem.name}.{kind}"))
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=kind)
+        disk.write(stem.with_name(f"{stem.name}.{kind}"), drawn.getvalue())

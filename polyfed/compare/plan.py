@@ -84,6 +84,8 @@ def plan(
     >>> [cell.name for cell in plan(["standalone", "fedproto"], [0], {}, {"method.weight": [0.5, 1]})]
     ['standalone-seed0', 'fedproto-method.weight=0.5-seed0', 'fedproto-method.weight=1-seed0']
     """
+    if isinstance(methods, str):
+        raise InputError(f"methods is '{methods}', but must be a list, such as ['standalone', '{methods}'].")
     entries = [entry for method in methods for entry in _entries(method)]
     _check_unrepeated("method", [entry.label for entry in entries])
     if not entries:

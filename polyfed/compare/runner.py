@@ -14,7 +14,7 @@ from polyfed.addresses import PYTHON, trusting
 from polyfed.compare.crew import Crew
 from polyfed.compare.plan import Cell
 from polyfed.config import Experiment, read_yaml
-from polyfed.data import Dataset
+from polyfed.data import Dataset, load_dataset
 from polyfed.errors import InputError, PolyfedError, first_line
 from polyfed.methods import OWN
 from polyfed.models import Models
@@ -50,7 +50,7 @@ def run_cells(
     """Finish every run under `folder`/runs and return the reason of each that failed, by its name.
 
     Finished runs stay as they are, interrupted ones are resumed, and a failed one does not stop the others. `jobs`
-    runs go on side by side in processes of their own; a single one in this process. `tell` gets a line per finished
+    runs at a time are in processes of their own; a single one in this process. `tell` gets a line per finished
     run, `watcher` hears of the rounds in this process and may ask to stop. Raises `Interrupted` after Ctrl-C, and
     `InputError` if all runs fail for the same wrong input. `data` and `models` are those that came from Python.
     """
@@ -61,22 +61,12 @@ def run_cells(
     paths = {cell.name: folder / "runs" / cell.name for cell in cells}
     if len(paths) < len(cells):
         raise InputError("two runs of the comparison have the same name: give their methods other labels.")
-    errors = Errors()
-    left = []
-    for cell in cells:
-        try:
-            if not is_finished(cell.config, paths[cell.name]):
-                left.append(cell)
-        except PolyfedError as error:
-            errors.add(cell.name, str(error), of_input=True)
-            tell(f"{cell.name} failed: {error}")
-    if left:
-        tell(f"{len(left)} runs to do, {len(cells) - len(left) - len(errors.reasons)} already finished")
-    watcher = watcher or Watcher()
-    if jobs == 1:
+    errors, watcher = Errors(), watcher or Watcher()
+    left = _unfinished(cells, paths, errors, tell)
+    if left and jobs == 1:
         _one_by_one(left, paths, errors, tell, watcher, data, models)
-    else:
-        _side_by_side(left, paths, min(jobs, max(1, len(left))), errors, tell, watcher)
+    elif left:
+        _side_by_side(left, paths, min(jobs, len(left)), errors, tell, watcher)
     reasons = list(errors.reasons.values())
     if reasons and len(errors.of_input) == len(cells) and len(set(reasons)) == 1:
         raise InputError(reasons[0])
@@ -136,6 +126,23 @@ def check_portable(cells: Sequence[Cell]) -> None:
                 )
 
 
+def _unfinished(
+    cells: Sequence[Cell], paths: Mapping[str, Path], errors: Errors, tell: Callable[[str], None]
+) -> list[Cell]:
+    """The runs that are left; one whose folder holds another run has failed."""
+    left = []
+    for cell in cells:
+        try:
+            left += [] if is_finished(cell.config, paths[cell.name]) else [cell]
+        except PolyfedError as error:
+            errors.add(cell.name, str(error), of_input=True)
+            tell(f"{cell.name} failed: {error}")
+    if left:
+        done = len(cells) - len(left) - len(errors.reasons)
+        tell(f"{len(left)} {'run' if len(left) == 1 else 'runs'} to do, {done} already finished")
+    return left
+
+
 def _one_by_one(
     cells: Sequence[Cell],
     paths: Mapping[str, Path],
@@ -165,6 +172,7 @@ def _side_by_side(
     tell: Callable[[str], None],
     watcher: Watcher,
 ) -> None:
+    _fetch_data(cells)
     by_name = {cell.name: cell for cell in cells}
     tasks = {name: {"config": _portable(cell.config), "path": str(paths[name])} for name, cell in by_name.items()}
     done = 0
@@ -182,6 +190,13 @@ def _side_by_side(
             raise _stopped(done, len(cells)) from None
     if done < len(cells):
         raise _stopped(done, len(cells))
+
+
+def _fetch_data(cells: Sequence[Cell]) -> None:
+    """Download what must be downloaded once, before several processes try to at the same time."""
+    for data, folder in {(cell.config.data, cell.config.data_folder) for cell in cells}:
+        with suppress(PolyfedError):  # every run will say what is wrong
+            load_dataset(data, folder)
 
 
 def _portable(config: Experiment) -> dict[str, Any]:
