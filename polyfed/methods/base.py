@@ -250,6 +250,8 @@ class Method:
     """What happens in a round depends on how many there are in all."""
     kept_fresh: ClassVar[tuple[str, ...]] = ()
     """Modules beside the model that only hold what the server knows: after a run, predictions use its last word."""
+    grid: ClassVar[Mapping[str, Sequence[object]]] = {}
+    """Values of its options that are worth trying, in rising order: its paper's search, or ours."""
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 

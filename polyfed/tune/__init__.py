@@ -1,0 +1,6 @@
+"""Search for a method's best settings by its validation accuracy: the same number of trials for every method."""
+
+from polyfed.tune.space import Choices, Range, parse_search, search_space
+from polyfed.tune.study import Tuned, tune
+
+__all__ = ["Choices", "Range", "Tuned", "parse_search", "search_space", "tune"]
