@@ -215,7 +215,13 @@ def experiment(**values: Any) -> Experiment:
 
 def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) -> Experiment:
     """The experiment in a YAML file, with some values replaced; `trust` allows a method that is code to be imported."""
-    path = Path(path)
+    content = read_yaml(Path(path))
+    with trusting(trust or "method" in changes):
+        return experiment(**merged(content, changes))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The names and values in an experiment's file."""
     try:
         content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -227,8 +233,7 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
         raise InputError(f"'{path}' holds no experiment; it needs names and values, such as 'method: fedproto'.")
-    with trusting(trust or "method" in changes):
-        return experiment(**merged(content, changes))
+    return content
 
 
 def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

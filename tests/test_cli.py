@@ -16,7 +16,7 @@ import yaml
 
 import polyfed
 from polyfed import bench, cli
-from polyfed.cli import NextFolder
+from polyfed.cli.runs import NextFolder
 from polyfed.config import experiment
 from polyfed.records import RunFolder
 
@@ -70,7 +70,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--rounds", "abc"), "rounds is 'abc', but must be a whole number at least 1"),
         (("standalone", "--rounds", "2.5"), "rounds is 2.5, but must be a whole number at least 1"),
         (("standalone", "--lr", "nan"), "training.lr is nan, but must be a number greater than 0"),
-        (("standalone", "--round", "3"), "no such option: --round .*`.*run --help` tells what there is"),
+        (("standalone", "--round", "3"), "no such option: --round .*`.*run --help` lists what there is"),
         (("standalone", "--rounds"), "'--rounds' requires an argument"),
         ((), "missing argument 'METHOD|FILE.yaml'"),
         (("standalone", "--out", ""), "--out is empty: name the run's folder"),
@@ -93,7 +93,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--set", "rouns=3"), "unknown setting 'rouns': did you mean 'rounds'?"),
         (
             ("standalone", "--set", "a.b=3"),
-            "--set knows method.NAME, .*ray.NAME and plain settings, not 'a.b'",
+            "--set accepts method.NAME, .*ray.NAME and plain settings, not 'a.b'",
         ),
         (("standalone", "--set", "training.momentun=1"), "did you mean 'momentum'?"),
         (("standalone", "--set", "training=1"), "training is 1, but must be names with values"),
@@ -194,7 +194,7 @@ def test_ctrl_c_in_other_commands_is_one_line(shell: Shell, monkeypatch: pytest.
 def test_ctrl_c_while_polyfed_is_imported_is_one_line(tmp_path: Path) -> None:
     """A module that polyfed imports sends the signal."""
     (tmp_path / "pandas.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
-    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parent.parent)])
+    paths = os.pathsep.join([str(tmp_path), str(Path(polyfed.__file__).parent.parent)])
     ended = subprocess.run(
         [sys.executable, "-m", "polyfed", "methods"],
         env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
