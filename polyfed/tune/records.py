@@ -38,6 +38,17 @@ class Trial:
     """Validation accuracy of the first seed by round."""
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """What a search found for one method."""
+
+    method: str
+    best: Trial
+    trials: int
+    file: Path
+    """An experiment file with the best settings, for `polyfed run` and `polyfed compare`."""
+
+
 class TuneFolder:
     """The folder of a search. Trials are the only state: a search that was stopped continues from them."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from polyfed.compare.plan import nested
 from polyfed.config import GROUPS, Experiment, merged, parse_yaml
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, unknown_name
@@ -151,19 +152,6 @@ FIXED = {
 def applied(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Experiment:
     """The experiment with these values for searched settings."""
     return checked(**merged(settings, nested(values)))
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their full names as an experiment has them.
-
-    >>> nested({"training.lr": 0.1, "clients": 5})
-    {'training': {'lr': 0.1}, 'clients': 5}
-    """
-    settings: dict[str, Any] = {}
-    for name, value in values.items():
-        group, _, inner = name.rpartition(".")
-        (settings.setdefault(group, {}) if group else settings)[inner] = value
-    return settings
 
 
 def grid_points(space: Space, seed: int, method: str) -> list[dict[str, Any]]:

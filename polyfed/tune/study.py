@@ -10,11 +10,12 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed import api
+from polyfed.compare.plan import nested
 from polyfed.config import experiment as checked
 from polyfed.config import merged
 from polyfed.errors import DivergedError, InputError, RunError
@@ -22,7 +23,7 @@ from polyfed.methods import find_method
 from polyfed.records import RunFolder
 from polyfed.seeds import derive
 from polyfed.server.federation import Interrupted, Watcher
-from polyfed.tune.records import Trial, TuneFolder
+from polyfed.tune.records import Trial, Tuned, TuneFolder
 from polyfed.tune.space import (
     Choices,
     Domain,
@@ -31,7 +32,6 @@ from polyfed.tune.space import (
     applied,
     check_space,
     grid_points,
-    nested,
     of_method,
     search_space,
 )
@@ -43,17 +43,6 @@ SEEDS = (100, 101)
 """The seeds of a search: not those of a comparison, so that what is reported was not also what was chosen by."""
 STARTUP = 5
 """Trials of a method before TPE has something to learn from, and before any is pruned."""
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """What a search found for one method."""
-
-    method: str
-    best: Trial
-    trials: int
-    file: Path
-    """An experiment file with the best settings, for `polyfed run` and `polyfed compare`."""
 
 
 def tune(
