@@ -20,6 +20,7 @@ from polyfed.data import (
     load_dataset,
     partition,
 )
+from polyfed.devices import describe, new_devices
 from polyfed.errors import InputError
 from polyfed.methods import find_method
 from polyfed.methods.base import Method, Task
@@ -28,6 +29,7 @@ from polyfed.models import (
     Models,
     SplitNetwork,
     assign,
+    default_auxiliary,
     default_features,
     resolve,
     smallest,
@@ -67,7 +69,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         rounds=config.rounds,
         seed=config.seed,
         architecture=owned[0],
-        auxiliary=_auxiliary(config, architectures, dataset),
+        auxiliary=_auxiliary(config, models, architectures, dataset),
         feature_size=examples[owned[0].name].feature_size,
         features=features,
         match=config.match_features,
@@ -85,6 +87,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     )
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
+    _check_scored(config, method)
     looks = {name: _look(distinct[name], example) for name, example in examples.items()}
     population = Population(
         dataset,
@@ -98,6 +101,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
         notes=describe_test_set(dataset, config.split, config.test_set, clients),
+        devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
     return rehearse(population, examples)
 
@@ -114,6 +118,7 @@ def facts(population: Population) -> dict[str, str]:
         "the data": f"{len(dataset)} samples of shape {dataset.input_shape} in {dataset.classes} classes (hash {data})",
         "the partition": f"one with hash {dealt.hexdigest()}",
         **{f"the network {name}": f"one with hash {look}" for name, look in population.looks.items()},
+        **({} if population.devices is None else {"the table of devices": describe(population.devices)}),
     }
 
 
@@ -149,6 +154,14 @@ def _check_size(config: Experiment, dataset: Dataset) -> None:
         raise InputError(
             f"features is {config.features}, but heads with that many features for {dataset.classes} classes need "
             f"{needed / 1e9:.0f} GB, more than this machine has: use fewer (at most {most}; 64 to 2048 are usual)."
+        )
+
+
+def _check_scored(config: Experiment, method: Method) -> None:
+    if method.predicts_after_training and config.evaluate == "after-download":
+        raise InputError(
+            f"evaluate is 'after-download', but with these options clients of {method.name} predict with networks that "
+            "they fine-tune after a download: leave it at 'after-training'."
         )
 
 
@@ -194,8 +207,11 @@ def _architectures(config: Experiment, models: Models | None) -> list[Architectu
     return resolve(config.models if models is None else models, config.head)
 
 
-def _auxiliary(config: Experiment, architectures: Sequence[Architecture], dataset: Dataset) -> Architecture:
-    if config.auxiliary is not None:
-        found = resolve(config.auxiliary)[0]
+def _auxiliary(
+    config: Experiment, models: Models | None, architectures: Sequence[Architecture], dataset: Dataset
+) -> Architecture:
+    name = config.auxiliary or default_auxiliary(config.models if models is None else models)
+    if name is not None:
+        found = resolve(name)[0]
         return next((own for own in architectures if own.name == found.name), found)  # one with its head known
     return smallest(architectures, dataset.input_shape, dataset.classes)

@@ -22,16 +22,23 @@ from polyfed.models.architectures import Assignment
 from polyfed.models.layers import Match
 from polyfed.settings import Settings
 
+_RELEASED_CODE = {
+    "epochs": 10, "batch_size": 512, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0, "augment": True,
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "epochs": 1, "batch_size": 64, "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "clip": None, "augment": False,
     },
-    "released-code": {
-        "epochs": 10, "batch_size": 512, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0,
-        "augment": True,
-    },
+    "released-code": _RELEASED_CODE,
+    "batch-64": {**_RELEASED_CODE, "batch_size": 64},
 }  # fmt: skip
-"""Training settings: what the papers' texts say, and what the code behind their numbers does."""
+"""Training settings by name."""
+
+PRESET_TITLES: dict[str, str] = {
+    "paper": "plain SGD, as the papers' texts say, with batch 64",
+    "released-code": "as pFedES's code, batch 512: one step per epoch with 100 clients on CIFAR-100",
+    "batch-64": "released-code with batch 64, where the published gains appear",
+}
 
 SHORTCUTS = ("epochs", "batch_size", "lr")
 """Training settings that may stand at the top level of an experiment."""
@@ -96,7 +103,8 @@ class Experiment(Settings):
         "pool", description="reach that number by pooling along features or by a learned projection"
     )
     auxiliary: str | None = Field(
-        None, description="the small common network of mutual-learning methods; none: the smallest of the models"
+        None,
+        description="the small common network of mutual-learning methods; none: the group's, without one the smallest",
     )
     start: Literal["architecture", "client"] = Field(
         "architecture", description="clients of one architecture start from the same weights, or each from its own"
@@ -108,6 +116,15 @@ class Experiment(Settings):
         "after-training", description="score clients as they are, or as if each had just received the next download"
     )
     eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
+    confusion: Literal["ends", "every", "none"] = Field(
+        "ends", description="when to record what is predicted as what: in the last round and the best, or always"
+    )
+    devices: str | None = Field(
+        None, min_length=1, description="simulate how long rounds take: uniform, three-tier or a CSV file's path"
+    )
+    deadline: float | None = Field(
+        None, gt=0, description="simulated seconds after which a round ends without the replies that are missing"
+    )
     min_replies: int = Field(1, ge=1, description="valid replies that a round needs")
     reply_bound: float | None = Field(
         100.0, gt=1, description="how many times as large as usual a reply may be; none: no limit"
@@ -156,6 +173,11 @@ class Experiment(Settings):
             raise one_sentence(error, find_method(name).Config, f"method.{{}} of {name}") from error
         return {"name": name, **config.model_dump(mode="json")}
 
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
     @model_validator(mode="before")
     @classmethod
     def _normal_form(cls, values: Any) -> Any:
@@ -163,7 +185,8 @@ class Experiment(Settings):
         if not isinstance(values, Mapping):
             raise InputError("an experiment is a mapping of names to values, such as 'method: fedproto'.")
         normal = normal_form(values)
-        normal.pop("versions", None)
+        for remark in ("versions", "tuned"):
+            normal.pop(remark, None)
         normal.setdefault("method", None)  # so that the error says what to write
         nested = {name: with_nones(model, normal[name]) for name, model in GROUPS.items()}
         return {**with_nones(cls, normal), **nested}
@@ -174,6 +197,15 @@ class Experiment(Settings):
             raise InputError(
                 f"min_replies is {self.min_replies}, but must be at most {self.participants}, "
                 f"because that many of the {self.clients} clients take part in a round."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deadline_needs_devices(self) -> Experiment:
+        if self.deadline is not None and self.devices is None:
+            raise InputError(
+                f"deadline is {self.deadline:g}, but without devices no time is simulated: add devices, such as "
+                "'devices: three-tier', or leave the deadline out."
             )
         return self
 

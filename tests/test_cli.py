@@ -201,7 +201,8 @@ def test_options_and_settings_reach_the_experiment(shell: Shell, tmp_path: Path)
     assert ended.status == 0, ended.error
     config = RunFolder.open(tmp_path / "run").config
     assert (config.clients, config.eval_every, config.split, config.workers) == (2, 2, "6:2:2", 1)
-    assert config.method == {"name": "fedproto", "weight": 0.5, "distance": "euclidean", "mean": "plain"}
+    assert config.method["name"] == "fedproto"
+    assert config.options == {"weight": 0.5, "distance": "euclidean", "penalty": "samples", "mean": "plain"}
     training = config.training
     assert (training.epochs, training.batch_size, training.lr, training.momentum) == (1, 32, 0.01, 0.9)
     assert (training.clip, training.augment) == (None, False)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from polyfed.config import (
     GROUPS,
-    PRESETS,
+    PRESET_TITLES,
     Experiment,
     describe_range,
     merged,
@@ -27,8 +27,8 @@ from polyfed.methods.base import Training
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 NAMES = (
     "data", "partition", "classes_per_client", "alpha", "split", "test_set", "clients", "participation", "models",
-    "features", "rounds", "epochs", "batch_size", "lr", "preset", "seed", "engine", "device", "eval_every",
-    "checkpoint_every",
+    "features", "rounds", "epochs", "batch_size", "lr", "preset", "seed", "engine", "device", "devices",
+    "eval_every", "checkpoint_every",
 )  # fmt: skip
 """Settings with an option of their own; --set reaches all others."""
 
@@ -64,7 +64,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 def _annotation(name: str) -> Any:
     """An option documented by the experiment's own field; nothing given means: as the experiment says."""
     if name == "preset":
-        help_text = f"training settings: {' or '.join(PRESETS)}"
+        help_text = "training settings: " + "; ".join(f"{name}: {title}" for name, title in PRESET_TITLES.items())
         return Annotated[str | None, typer.Option(metavar="TEXT", help=help_text)]
     model = _home(name)
     info, values = model.model_fields[name], describe_range(model, name)
