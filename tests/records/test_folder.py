@@ -68,7 +68,7 @@ def test_the_folder_of_a_finished_run_is_complete(tmp_path: Path) -> None:
     assert folder.config == federation.config
     own = folder.evaluations().query("part == 'test' and rule == 'prototypes'")
     assert own.accuracy_mean.tolist() == folder.rounds().accuracy_mean.tolist()
-    assert sorted(folder.evaluations().rule.unique()) == ["classifier", "prototypes"]
+    assert sorted(folder.evaluations().rule.unique()) == ["classifier", "own-prototypes", "prototypes"]
     clients = folder.clients()
     assert clients.architecture.tolist() == ["Wide", "Narrow", "Wide"]
     assert clients.accuracy_final.mean() == pytest.approx(summary["accuracy_final"])
