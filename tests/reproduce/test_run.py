@@ -125,6 +125,14 @@ def test_margins_are_distances_to_the_nearest_other_class(out: Path) -> None:
         assert found["global_margin"] == pytest.approx(together[found["class"]], rel=1e-3)
 
 
+def test_the_decay_of_a_figure_is_that_of_the_method(tmp_path: Path) -> None:
+    """Half of the rows at first, stable from round 20: 0.5·(1 − 1/20) in round 1 along a line."""
+    done = reproduce("fedssa-figure3", tmp_path / "out", scale="smoke", methods=["fedssa-linear", "fedssa"])
+    first = done.series[done.series["round"] == 1].set_index("method")["own_share"]
+    assert first["fedssa-linear"] == pytest.approx(0.475)
+    assert first["fedssa"] == pytest.approx(0.5 * math.cos(math.pi / 40))
+
+
 def nearest(points: dict[int, Tensor]) -> dict[int, float]:
     return {
         label: min(float((point - other).norm()) for name, other in points.items() if name != label)
