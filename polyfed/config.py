@@ -185,7 +185,8 @@ class Experiment(Settings):
         if not isinstance(values, Mapping):
             raise InputError("an experiment is a mapping of names to values, such as 'method: fedproto'.")
         normal = normal_form(values)
-        normal.pop("versions", None)
+        for remark in ("versions", "tuned"):
+            normal.pop(remark, None)
         normal.setdefault("method", None)  # so that the error says what to write
         nested = {name: with_nones(model, normal[name]) for name, model in GROUPS.items()}
         return {**with_nones(cls, normal), **nested}

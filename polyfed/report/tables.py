@@ -14,6 +14,7 @@ from polyfed.data import SOURCES
 from polyfed.methods import METHODS
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
 from polyfed.server.scores import percent
+from polyfed.tune.records import Trial, Tuned
 
 _NEEDS = {"features": "same number of features", "head": "same head", "network": "same network"}
 
@@ -174,6 +175,26 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def trial_line(trial: Trial) -> str:
+    """One trial of a search in a line, as it comes."""
+    settings = "  ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in trial.settings.items()
+    )
+    outcome = f"validation {percent(trial.value)}" if trial.state != "failed" else f"failed: {trial.reason}"
+    return f"{trial.method} {trial.number + 1}  {outcome}{' (pruned)' * (trial.state == 'pruned')}  {settings}"
+
+
+def tuned_table(found: Sequence[Tuned]) -> Table:
+    """What a search found for each method."""
+    rows = [
+        [each.method, percent(each.best.value), str(each.best.number + 1), str(each.trials),
+         ", ".join(f"{name}={value}" for name, value in each.best.settings.items())]
+        for each in found
+    ]  # fmt: skip
+    return _table(["method", "validation", "best trial", "trials", "settings"], rows)
 
 
 def quantity(number: float) -> str:
