@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from polyfed.predictions import Prediction
     from polyfed.records import RunFolder
     from polyfed.server.federation import Watcher
+    from polyfed.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "resume",
     "run",
     "split_network",
+    "tune",
 ]
 
 _HOMES = {
@@ -61,6 +63,7 @@ _HOMES = {
     "predictions": ("Prediction",),
     "records": ("RunFolder",),
     "server.federation": ("Watcher",),
+    "tuning": ("tune",),
 }
 """Where each name lives; it is imported when first asked for, so that the command line can answer Ctrl-C meanwhile."""
 
