@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from polyfed.api import Result, resume, run
     from polyfed.config import Experiment, experiment, read_experiment
     from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
+    from polyfed.engines.base import Engine
     from polyfed.errors import InputError, PolyfedError, RunError
     from polyfed.methods import METHODS
     from polyfed.methods.base import Method, Training
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "Dataset",
+    "Engine",
     "Experiment",
     "InputError",
     "Method",
@@ -50,6 +52,7 @@ _HOMES = {
     "api": ("Result", "resume", "run"),
     "config": ("Experiment", "experiment", "read_experiment"),
     "data": ("Dataset", "from_arrays", "from_torch_dataset", "load_dataset"),
+    "engines.base": ("Engine",),
     "errors": ("InputError", "PolyfedError", "RunError"),
     "methods": ("METHODS",),
     "methods.base": ("Method", "Training"),

@@ -26,6 +26,7 @@ from polyfed.config import (
     Experiment,
     describe_range,
     merged,
+    named_by,
     normal_form,
     parse_yaml,
     read_experiment,
@@ -51,7 +52,7 @@ app = typer.Typer(
 out_console = plain_console()
 error_console = plain_console(stderr=True)
 
-TRUST = typer.Option("--trust", help="import the networks that the file names as package.module:name")
+TRUST = typer.Option("--trust", help="import the code that the file names as package.module:name")
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
@@ -134,7 +135,7 @@ def run(
     from_file = method.endswith((".yaml", ".yml"))
     if from_file:
         config = read_experiment(Path(method), trust=trust, **changes)
-        check_trusted(config, Path(method), trust=trust, given={"models", "auxiliary"} & changes.keys())
+        check_trusted(config, Path(method), trust=trust, given=changes)
     elif (Path(method) / "config.yaml").is_file():
         raise InputError(
             f"'{method}' is the folder of a run: go on with it by `polyfed resume {method}`, or run it again by "
@@ -146,7 +147,7 @@ def run(
         raise InputError("--out is empty: name the run's folder, or leave --out away for a new one under runs/.")
     values = config.model_dump()
     folder = Path(out) if out else NextFolder(config)
-    with trusting(trust or not from_file or "proxy" in changes.get("method", {})):
+    with trusting(trust or not from_file, named_by(changes)):
         _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))
 
 

@@ -7,19 +7,20 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from polyfed.addresses import trusting
+from polyfed.addresses import is_trusted, trusting
 from polyfed.data.given_test import TestSet
 from polyfed.data.partitions import Partition
 from polyfed.errors import InputError, unknown_name
-from polyfed.methods import find_method, register
-from polyfed.methods.base import Method, Training
+from polyfed.methods import METHODS, find_method
+from polyfed.methods.base import Training
 from polyfed.models.features import Match
 from polyfed.models.zoo import Assignment
+from polyfed.registry import ENGINES, Registry
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -34,10 +35,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 SHORTCUTS = ("epochs", "batch_size", "lr")
 """Training settings that may stand at the top level of an experiment."""
-
-
-EngineName = Literal["auto", "sequential", "threads", "vectorized", "ray"]
-"""The list of engines; choices, `--help` and errors come from it."""
 
 
 class RaySettings(BaseModel):
@@ -116,7 +113,7 @@ class Experiment(BaseModel):
     count_bound: int | None = Field(
         None, ge=1, description="the most samples a reply may claim; none: as many as the largest client trains on"
     )
-    engine: EngineName = Field("auto", description="where clients train")
+    engine: Annotated[str, ENGINES] = Field("auto", description="where clients train")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     tf32: bool = Field(
         True, description="on a GPU, multiply with 10 bits of mantissa instead of 23 where supported: much faster"
@@ -140,8 +137,8 @@ class Experiment(BaseModel):
             raise InputError("method is a list, but a run has one method: use one run per method.")
         given: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"name": value}
         name = given.pop("name", None)
-        if isinstance(name, type) and issubclass(name, Method):
-            name = register(name)
+        if METHODS.is_one(name):
+            name = METHODS.register(name)
         elif name is not None and not isinstance(name, str):
             raise InputError(
                 f"method is a value of type {type(name).__name__}, but must be a name, a subclass of polyfed.Method "
@@ -156,6 +153,21 @@ class Experiment(BaseModel):
         except ValidationError as error:
             raise one_sentence(error, find_method(name).Config, f"method.{{}} of {name}") from error
         return {"name": name, **config.model_dump(mode="json")}
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _known_engine(cls, value: object) -> str:
+        """A name, or a class of the user's own. What a file names is looked for later, if it is needed."""
+        if ENGINES.is_one(value):
+            return ENGINES.register(value)  # type: ignore[arg-type]
+        if not isinstance(value, str):
+            raise InputError(
+                f"engine is a value of type {type(value).__name__}, but must be a name, package.module:Class or a "
+                "subclass of polyfed.Engine."
+            )
+        if value not in ENGINES.reserved and is_trusted("engine"):
+            ENGINES.find(value)
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -213,7 +225,7 @@ def experiment(**values: Any) -> Experiment:
 
 
 def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) -> Experiment:
-    """The experiment in a YAML file, with some values replaced; `trust` allows a method that is code to be imported."""
+    """The experiment in a YAML file, with some values replaced; `trust` allows to import the code that it names."""
     path = Path(path)
     try:
         content = parse_yaml(path.read_text())
@@ -226,8 +238,16 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
         raise InputError(f"'{path}' holds no experiment; it needs names and values, such as 'method: fedproto'.")
-    with trusting(trust or "method" in changes):
+    with trusting(trust, named_by(changes)):
         return experiment(**merged(content, changes))
+
+
+def named_by(changes: Mapping[str, Any]) -> set[str]:
+    """The settings whose code is what these changes say, not what a file says."""
+    method = changes.get("method")
+    options = set(method) - {"name"} if isinstance(method, Mapping) else set()
+    renamed = method is not None and (not isinstance(method, Mapping) or "name" in method)
+    return {*(changes.keys() - {"method"}), *options, *(["method"] if renamed else [])}
 
 
 def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,6 +393,9 @@ def describe_range(model: type[BaseModel], name: str) -> str:
     ('a number greater than 0 and at most 1', 'one of cycle, random')
     """
     info = model.model_fields[name]
+    for names in info.metadata:
+        if isinstance(names, Registry):
+            return f"one of {', '.join(names.choices)}, or package.module:Class"
     choices = [c for c in (info.annotation, *get_args(info.annotation)) if getattr(c, "__origin__", None) is Literal]
     if choices:
         return "one of " + ", ".join(str(choice) for choice in get_args(choices[0]))

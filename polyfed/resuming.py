@@ -11,6 +11,7 @@ from polyfed.assemble import PYTHON
 from polyfed.config import Experiment, experiment, merged
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown
+from polyfed.registry import ENGINES
 
 CHANGEABLE = ("training.", "method.")
 """Settings that may change on the way if the user says so; others would make it another federation."""
@@ -39,18 +40,20 @@ def differences(before: Experiment, after: Experiment) -> list[str]:
 
 
 def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Collection[str] = ()) -> None:
-    """Raise if a file's settings name code to import and the user has not allowed it.
+    """Raise if a file's settings name code to import and the user has not allowed it, or an engine that is not there.
 
-    `given`: which of `models` and `auxiliary` are the user's own word, not the file's.
+    `given`: which settings are the user's own word, not the file's.
     """
     models = [] if config.models.startswith(PYTHON) else config.models.split(",")
-    named = {"models": models, "auxiliary": [config.auxiliary or ""]}
+    named = {"models": models, "auxiliary": [config.auxiliary or ""], "engine": [config.engine]}
     code = [name.strip() for what, names in named.items() if what not in given for name in names if ":" in name]
     if code and not trust:
         raise InputError(
             f"'{source}' names code that would be run, '{code[0]}': if you trust it, say so with --trust (in Python "
             "with trust=True)."
         )
+    if config.engine not in ENGINES.reserved:
+        ENGINES.find(config.engine)
 
 
 def located(config: Experiment, began_in: Path) -> Experiment:

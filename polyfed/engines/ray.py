@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from polyfed.config import RaySettings
-from polyfed.engines.base import Engine
+from polyfed.engines.base import Engine, EngineSettings
 from polyfed.engines.client.workbench import state_of
 from polyfed.engines.hosts import (
     Answers,
@@ -115,6 +115,10 @@ class RayEngine(Engine):
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def create(cls, population: Population, settings: EngineSettings) -> Self:
+        return cls(population, settings=settings.ray, tf32=settings.tf32, memory_budget=settings.memory_budget)
 
     # What the federation asks -----------------------------------------------------------------------------------------
 
