@@ -25,7 +25,7 @@ from polyfed.engines import SequentialEngine, ThreadsEngine
 from polyfed.engines.client.round import collect
 from polyfed.message import Message
 from polyfed.methods.base import Server
-from polyfed.methods.parts.gaussians import Gaussians, draw, factors, pack, shares
+from polyfed.methods.parts.gaussians import Gaussians, draw, factors, in_proportion, pack
 from polyfed.methods.parts.statistics import class_covariances, class_means
 from polyfed.population import Population
 
@@ -93,7 +93,7 @@ def steps(device: str, repeats: int) -> dict[str, float]:
         Message({"means": s.means.cpu(), "covariances": t}, {"labels": s.labels.cpu(), "counts": s.counts.cpu()})
         for s, t in zip(known, triangles, strict=True)
     ]
-    amounts = shares(torch.bincount(sent.labels, sent.counts, CLASSES).long(), 1000)
+    amounts = in_proportion(torch.bincount(sent.labels, sent.counts, CLASSES).long(), 1000)
     server = Server(0, clients.device)
     rank = int(sent.counts.max()) - 1
 

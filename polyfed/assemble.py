@@ -74,7 +74,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         features=features,
         match=config.match_features,
     )
-    shares = partition(
+    clients = partition(
         dataset,
         config.partition,
         config.clients,
@@ -85,12 +85,12 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         minimum=config.min_samples,
         test_set=config.test_set,
     )
-    check_tested(dataset, config.split, shares)
+    check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
     looks = {name: _look(distinct[name], example) for name, example in examples.items()}
     population = Population(
         dataset,
-        dict(enumerate(shares)),
+        dict(enumerate(clients)),
         owned,
         method,
         config.seed,
@@ -99,7 +99,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         looks,
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
-        notes=describe_test_set(dataset, config.split, config.test_set, shares),
+        notes=describe_test_set(dataset, config.split, config.test_set, clients),
     )
     return rehearse(population, examples)
 

@@ -18,8 +18,8 @@ from polyfed.data.partitions import Partition
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import METHODS, find_method
 from polyfed.methods.base import Training
-from polyfed.models.features import Match
-from polyfed.models.zoo import Assignment
+from polyfed.models.architectures import Assignment
+from polyfed.models.layers import Match
 from polyfed.registry import ENGINES, Registry
 
 PRESETS: dict[str, dict[str, Any]] = {

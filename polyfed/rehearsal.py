@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from polyfed.engines.client.round import batch_norm_trains, prepare
+from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.errors import InputError, PolyfedError, clients_named, first_line, user_place
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.parts.averaged import Averaged
@@ -53,7 +53,7 @@ def _check_anything_travels(population: Population) -> None:
         return
     if not method.first_state():
         raise InputError(
-            f"{method.name} shares {method.shares}, but all of it is frozen: leave some of its parameters trainable "
+            f"{method.name} sends {method.sends}, but all of it is frozen: leave some of its parameters trainable "
             "(requires_grad=True), or name another network (--set auxiliary=NAME for the small common one)."
         )
     if population.own_start and method.module == "model" and rest_of(population.task.new_model()).parameters:
@@ -64,7 +64,7 @@ def _check_anything_travels(population: Population) -> None:
 
 
 def _check_anything_trains(network: ClientNetwork, phase: Phase, name: str, clients: list[int]) -> None:
-    if not any(prepare(network, phase)):
+    if not any(set_modes(network, phase)):
         raise InputError(
             f"{clients_named(clients)} ({name}) would learn nothing in phase '{phase.name}', because all parameters of "
             f"{' and '.join(phase.trains)} are frozen: leave some of them trainable (requires_grad=True)."
@@ -73,7 +73,7 @@ def _check_anything_trains(network: ClientNetwork, phase: Phase, name: str, clie
 
 def _check_batches(population: Population, network: ClientNetwork, phase: Phase, name: str, clients: list[int]) -> None:
     """Batch norm can't train on one sample; a client that never has two in a batch would never take a step."""
-    prepare(network, phase)
+    set_modes(network, phase)
     if not batch_norm_trains(network):
         return
     norm = f"({name}) would never take a step in phase '{phase.name}', because batch norm needs two samples in a batch"
@@ -102,7 +102,7 @@ def _try(population: Population, network: ClientNetwork, name: str) -> None:
     try:
         for phase in method.phases():
             mode = f"training (phase '{phase.name}')"
-            prepare(network, phase)
+            set_modes(network, phase)
             drawn = phase.draw(torch.Generator().manual_seed(0), len(y)) if phase.draw else {}
             outcome = phase.loss(network, Batch(x, y, view=x if phase.views == 2 else None, drawn=drawn))
             values = outcome[0] if isinstance(outcome, tuple) else outcome

@@ -43,7 +43,7 @@ def numbered() -> polyfed.Dataset:
 class Spy(polyfed.Method):
     """Trains in two phases, each on its half of the samples, and remembers every batch that it sees."""
 
-    name, title, paper, shares = "spy", "Spy", "none", "nothing"
+    name, title, paper, sends = "spy", "Spy", "none", "nothing"
     parts: ClassVar[tuple[tuple[float, float], ...]] = ((0.0, 0.5), (0.5, 1.0))
     augment: ClassVar[bool] = True
     seen: ClassVar[list[tuple[str, Batch]]] = []
@@ -152,7 +152,7 @@ def test_a_phase_can_refuse_augmentation() -> None:
 class Unaugmented(polyfed.Method):
     """The default method, whose phase wants images as they are."""
 
-    name, title, paper, shares = "unaugmented", "Unaugmented", "none", "nothing"
+    name, title, paper, sends = "unaugmented", "Unaugmented", "none", "nothing"
 
     def phases(self) -> list[Phase]:
         return [Phase("model", ("model",), self.loss, self.training.epochs, augment=False)]
@@ -232,7 +232,7 @@ def test_dropout_masks_are_drawn_at_their_addresses() -> None:
 class Still(polyfed.Method):
     """Nothing moves: the loss does not depend on the network."""
 
-    name, title, paper, shares = "still", "Still", "none", "nothing"
+    name, title, paper, sends = "still", "Still", "none", "nothing"
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
         return 0 * net(batch.x).sum(1)

@@ -179,7 +179,7 @@ class NeedsOdd(Method):
     """A loss that fails in the second round, in no code of a network."""
 
     name = "needs-odd"
-    title = paper = shares = "a test"
+    title = paper = sends = "a test"
     calls = 0
 
     def receive(self, state: Any, message: Message, client: Any) -> Any:
@@ -251,7 +251,7 @@ class BiasOnly(LGFedAvg):
     """Own methods are given as classes."""
 
     name = "bias-only-test"
-    title, paper, shares = "Bias only", "a test", "the bias of the head"
+    title, paper, sends = "Bias only", "a test", "the bias of the head"
 
     def upload(self, client: Any) -> Message:
         message = super().upload(client)

@@ -16,7 +16,7 @@ import torch
 from polyfed.compute import physical_memory
 from polyfed.config import RaySettings
 from polyfed.engines.client import round as local
-from polyfed.engines.client.flops import ClientFlops, measure
+from polyfed.engines.client.flops import ClientFlops, count_flops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench, hollow, state_of
 from polyfed.evaluation import Evaluation
@@ -224,9 +224,9 @@ class LocalEngine(Engine):
         """Count on tensors without content, which costs nothing; on real ones if the network looks at its data."""
         with watched():  # a network may draw from a global generator, and the caller's stays as it is
             try:
-                return measure(self.population.new_network(client).to("meta"), self.population.method)
+                return count_flops(self.population.new_network(client).to("meta"), self.population.method)
             except (RuntimeError, NotImplementedError):
-                return measure(self.population.new_network(client), self.population.method)
+                return count_flops(self.population.new_network(client), self.population.method)
 
     def _client_flops(self, client: int) -> ClientFlops:
         name = self.population.architectures[client].name

@@ -23,10 +23,10 @@ from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
 from polyfed.engines.client.workbench import Workbench
-from polyfed.engines.stacked.begun import Begun
-from polyfed.engines.stacked.captured import CapturedStep, Lane
+from polyfed.engines.stacked.captured import CapturedStep, Stream
 from polyfed.engines.stacked.layers import trouble
 from polyfed.engines.stacked.plan import Plan, new_plan
+from polyfed.engines.stacked.round import CohortRound
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase, Reply, Trained
@@ -52,7 +52,7 @@ class VectorizedEngine(LocalEngine):
         self._bench = Workbench(self._empty_network)
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
         self._stacks: dict[tuple[str, int], stacked.Stack] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._streams: dict[str, Stream] = {}
         self._ahead: dict[tuple[int, ...], list[Plan]] = {}
         """By round and clients, batches that were drawn while the round before was trained."""
         self._looped: dict[str, str] = {}
@@ -61,7 +61,7 @@ class VectorizedEngine(LocalEngine):
         """By architecture, the phases in which batch norm trains."""
         self._limit = LARGEST_COHORT
         self._apart = True
-        """Architectures have lanes of their own."""
+        """Architectures have streams of their own."""
         self._owners = Counter(architecture.name for architecture in population.architectures.values())
         self._longest: dict[str, int] = {}
         for client, own in population.data.items():
@@ -136,19 +136,19 @@ class VectorizedEngine(LocalEngine):
     def _train_side_by_side(
         self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
     ) -> Iterator[list[Reply]]:
-        """Queue the work of all cohorts, each on its lane, before waiting for the first."""
-        begun: deque[Begun] = deque()
+        """Queue the work of all cohorts, each on its stream, before waiting for the first."""
+        queued: deque[CohortRound] = deque()
         too_large: list[list[int]] = []
         for clients in cohorts:
             try:
                 with local.explained(self.population, clients, f"round {round}"):
-                    begun.append(self._begin(clients, downloads, round))
+                    queued.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
         if self._come_again(downloads, round):
-            self._draw_ahead(begun, round)
-        while begun:
-            work = begun.popleft()
+            self._draw_ahead(queued, round)
+        while queued:
+            work = queued.popleft()
             try:
                 with local.explained(self.population, work.clients, f"round {round}"):
                     answers = self._finish(work, round)
@@ -166,17 +166,17 @@ class VectorizedEngine(LocalEngine):
     def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
         return self._finish(self._begin(clients, downloads, round), round)
 
-    def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> Begun:
+    def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> CohortRound:
         """Queue all that a cohort trains in this round, without waiting for it."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
         phases = self.population.method.phases()
-        with self._lane(clients[0]).entered():
+        with self._stream(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
             drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
             # All plans before the first phase: to bring one to a GPU waits for what was queued before.
             plans = [plan.on(self.population.device) for plan in drawn]
             steps = [self._train_phase(clients, stack.state, *each) for each in zip(phases, plans, strict=True)]
-            return Begun(clients, stack, phases, steps, [plan.left_out for plan in plans])
+            return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans])
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
         """Draw all batches of a cohort, phase by phase."""
@@ -192,10 +192,10 @@ class VectorizedEngine(LocalEngine):
         epochs = sum(phase.epochs for phase in people.method.phases())
         return epochs * sum(len(own.train) for own in people.data.values()) <= MOST_AHEAD
 
-    def _draw_ahead(self, begun: Iterable[Begun], round: int) -> None:
+    def _draw_ahead(self, queued: Iterable[CohortRound], round: int) -> None:
         """Draw the batches of these cohorts for the next round too, while the GPU works."""
         self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= round}
-        for work in begun:
+        for work in queued:
             self._ahead[round + 1, *work.clients] = self._plans(work.clients, round + 1)
 
     def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: Plan) -> stacked.PhaseStep:
@@ -203,39 +203,39 @@ class VectorizedEngine(LocalEngine):
         captured.run(plan)
         return captured.step
 
-    def _finish(self, begun: Begun, round: int) -> list[Reply]:
+    def _finish(self, work: CohortRound, round: int) -> list[Reply]:
         """What the clients answer after training; only then is their new state kept."""
-        people, method, clients = self.population, self.population.method, begun.clients
-        lane, flops = self._lane(clients[0]), self._client_flops(clients[0])
-        with lane.entered(), torch.no_grad():
+        people, method, clients = self.population, self.population.method, work.clients
+        stream, flops = self._stream(clients[0]), self._client_flops(clients[0])
+        with stream.entered(), torch.no_grad():
             network = self._network(clients[0]).eval()
-            own = {name: tensor[: len(clients)] for name, tensor in begun.stack.state.items()}
+            own = {name: tensor[: len(clients)] for name, tensor in work.stack.state.items()}
             statistics = stacked.collect(people, clients, network, own)
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
-            visited = begun.visited(people)
-            parts = begun.stack.parts[: len(clients)]
+            visited = work.visited(people)
+            parts = work.stack.parts[: len(clients)]
             answers = [
                 Trained(people.counts[client], round, state, *found)
-                for client, state, *found in zip(clients, parts, statistics, begun.tracked(visited), strict=True)
+                for client, state, *found in zip(clients, parts, statistics, work.tracked(visited), strict=True)
             ]
             seen = zip(*(counts.sum(1).tolist() for counts in visited), strict=True)
-            names = [phase.name for phase in begun.phases]
+            names = [phase.name for phase in work.phases]
             spent = [
                 flops.of_round(dict(zip(names, own, strict=True)), len(people.data[client].train))
                 for client, own in zip(clients, seen, strict=True)
             ]
-            notes = [(*begun.notes(), *own_remarks) for own_remarks in remarks]
-            weights = begun.weights()
-            losses = begun.losses(visited, round)  # waits for the GPU, so as late as it can be
-            begun.check_weights(weights, round)
+            notes = [(*work.notes(), *own_remarks) for own_remarks in remarks]
+            weights = work.weights()
+            losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
+            work.check_weights(weights, round)
             local.check_statistics(answers, clients, round)
             messages = [local.upload(people, *one) for one in zip(clients, answers, strict=True)]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last of all: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)
-        lane.join()
+        stream.join()
         return replies
 
     def _keep(self, clients: list[int], states: list[State]) -> None:
@@ -298,20 +298,20 @@ class VectorizedEngine(LocalEngine):
         if key not in self._steps:
             step = stacked.PhaseStep(self.population, self._network(client), phase, state)
             most = phase.epochs * -(-self._longest[name] // self._width(client))
-            self._steps[key] = CapturedStep(step, self._lane(client), most)
+            self._steps[key] = CapturedStep(step, self._stream(client), most)
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
 
-    def _lane_name(self, client: int) -> str:
+    def _stream_name(self, client: int) -> str:
         return self._architecture(client) if self._apart else "all"
 
-    def _lane(self, client: int) -> Lane:
-        name = self._lane_name(client)
-        if name not in self._lanes:
-            self._lanes[name] = Lane(self.population.device)
-        return self._lanes[name]
+    def _stream(self, client: int) -> Stream:
+        name = self._stream_name(client)
+        if name not in self._streams:
+            self._streams[name] = Stream(self.population.device)
+        return self._streams[name]
 
     def _network(self, client: int) -> ClientNetwork:
         """The architecture's network, around which states are laid; phases set its modules' modes."""
@@ -347,7 +347,7 @@ class VectorizedEngine(LocalEngine):
             torch.cuda.synchronize()  # no graph goes while it runs
         self._steps.clear()
         self._stacks.clear()
-        self._lanes.clear()
+        self._streams.clear()
         gc.collect()  # a failed capture may have left cycles that hold on to its memory
         if self.population.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -383,7 +383,9 @@ class VectorizedEngine(LocalEngine):
                 if plan.active:
                     step = stacked.PhaseStep(people, network, phase, state)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
-                    step(plan.on(people.device).at(0))
+                    inputs = plan.on(people.device).at(0)
+                    step.prepare(inputs)
+                    step(inputs)
             network.eval()
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)

@@ -26,7 +26,7 @@ from polyfed.methods.parts.network import Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
-from polyfed.models.features import Match
+from polyfed.models.layers import Match
 from polyfed.seeds import seeded, torch_generator
 
 __all__ = [
@@ -239,7 +239,7 @@ class Method:
     name: ClassVar[str]
     title: ClassVar[str]
     paper: ClassVar[str]
-    shares: ClassVar[str]
+    sends: ClassVar[str]
     """What leaves a client, in a few words."""
     requires: ClassVar[tuple[Common, ...]] = ()
     """What clients must have in common."""
@@ -311,8 +311,8 @@ class Method:
         """Raise `BadMessage` for an upload that must not be fused."""
         self.agreed_schema.check(message)
 
-    def weighed(self, message: Message) -> Mapping[str, Tensor]:
-        """The tensors whose largest values tell how large a sound upload is; by default all that it carries."""
+    def sized(self, message: Message) -> Mapping[str, Tensor]:
+        """The tensors whose largest values are compared with what is usual; by default all that an upload carries."""
         return message.tensors
 
     @cached_property

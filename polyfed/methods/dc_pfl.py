@@ -24,7 +24,7 @@ from polyfed.methods.base import (
     Trained,
     Training,
 )  # fmt: skip
-from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, pack, possible, shares
+from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, in_proportion, pack, possible
 from polyfed.methods.parts.tools import (
     ClassVectors,
     class_vectors_schema,
@@ -44,7 +44,7 @@ class DCPFL(Method):
     name = "dc-pfl"
     title = "DC-PFL"
     paper = "Tang et al., IJCAI 2024"
-    shares = "means and covariances of features per class, and class counts"
+    sends = "means and covariances of features per class, and class counts"
     requires = ("features", "head")
     heavy = ("covariances",)
 
@@ -94,13 +94,13 @@ class DCPFL(Method):
         return Message(tensors, {"labels": own.labels, "counts": own.counts})
 
     def start(self, server: Server) -> None:
-        server.modules["header"] = _linear(self.task.new_head())
+        server.modules["head"] = _linear(self.task.new_head())
         empty = ClassVectors(self.task.classes, self.task.feature_size)
         server.state.update({f"means.{name}": tensor for name, tensor in empty.state_dict().items()})
 
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         means = known_vectors(server.state, "means") if self.config.weight else Message()
-        return Message({**module_state("model.head", server.modules["header"]), **means.tensors}, means.metadata)
+        return Message({**module_state("model.head", server.modules["head"]), **means.tensors}, means.metadata)
 
     def schema(self) -> Schema:
         size = self.task.feature_size
@@ -118,7 +118,7 @@ class DCPFL(Method):
                 raise BadMessage("'covariances' holds a negative variance.")
             raise BadMessage("'covariances' holds a covariance that is larger than its two variances allow.")
 
-    def weighed(self, message: Message) -> State:
+    def sized(self, message: Message) -> State:
         # Covariances by standard deviations, which are of the features' own scale; no other entry is larger.
         found = {"means": message.tensors["means"]}
         if self.config.calibrate:
@@ -130,13 +130,13 @@ class DCPFL(Method):
         messages = [reply.message for reply in replies if len(reply.message.metadata["labels"])]
         if not messages:
             return
-        config, header = self.config, server.modules["header"]
-        train = partial(train_on_vectors, header, lr=config.server_lr)
+        config, head = self.config, server.modules["head"]
+        train = partial(train_on_vectors, head, lr=config.server_lr)
         labels, counts = (torch.cat([message.metadata[name] for message in messages]) for name in ("labels", "counts"))
         means = torch.cat([message.tensors["means"] for message in messages])
         # Eqs. 8 and 9 of the paper: one client after another, all its classes in one step.
         own = torch.arange(len(labels)).split([len(message.metadata["labels"]) for message in messages])
-        take_steps(header, means, labels, [rows for rows in own for _ in range(config.means_steps)], config.server_lr)
+        take_steps(head, means, labels, [rows for rows in own for _ in range(config.means_steps)], config.server_lr)
         # Eq. 10. A class that no participant holds keeps its last mean.
         pooled, seen = mean_by_class(means, labels, counts, self.task.classes)
         server.state.update(store_vectors(server.state, "means", pooled, seen))
@@ -146,12 +146,12 @@ class DCPFL(Method):
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.
             train(features, classes, epochs=epochs, batch_size=batch_size, generator=server.generator("calibration"))
-        check_finite(header, "header", server.round, config.server_lr, [means])
+        check_finite(head, "head", server.round, config.server_lr, [means])
 
     def _virtual_features(self, server: Server, sent: Gaussians) -> tuple[Tensor, Tensor]:
         """Features of every class that was sent, in proportion to its samples, and their classes."""
         totals = torch.zeros(self.task.classes, dtype=torch.int64).index_add_(0, sent.labels, sent.counts)
-        amounts = shares(totals, self.config.virtual_features)
+        amounts = in_proportion(totals, self.config.virtual_features)
         generator = server.generator("virtual features")
         features, classes = draw(sent, amounts, generator=generator, paper_weights=self.config.paper_eq11)
         return features.clamp(min=0) if self.config.clip_virtual else features, classes

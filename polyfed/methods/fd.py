@@ -21,7 +21,7 @@ class FD(Method):
     name = "fd"
     title = "FD (FedDistill)"
     paper = "Jeong et al., NeurIPS workshop 2018"
-    shares = "mean logits per class"
+    sends = "mean logits per class"
 
     class Config(Method.Config):
         weight: float = Field(1.0, ge=0, description="weight of the difference from the mean logits")

@@ -16,7 +16,7 @@ class FedAvg(Averaged):
     name = "fedavg"
     title = "FedAvg"
     paper = "McMahan et al., AISTATS 2017"
-    shares = "the whole network"
+    sends = "the whole network"
     requires: ClassVar[tuple[Common, ...]] = ("network",)
     module = "model"
 

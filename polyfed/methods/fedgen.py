@@ -28,7 +28,7 @@ class FedGen(Method):
     name = "fedgen"
     title = "FedGen"
     paper = "Zhu et al., ICML 2021"
-    shares = "the head and the number of samples of each class"
+    sends = "the head and the number of samples of each class"
     requires = ("head",)
 
     class Config(Method.Config):

@@ -1,4 +1,4 @@
-"""FedGH: the server trains a global header on the clients' class means (Yi et al., ACM MM 2023)."""
+"""FedGH: the server trains a global head on the clients' class means (Yi et al., ACM MM 2023)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class FedGH(Method):
     name = "fedgh"
     title = "FedGH"
     paper = "Yi et al., ACM MM 2023"
-    shares = "class prototypes (mean features)"
+    sends = "class prototypes (mean features)"
     requires = ("features", "head")
     collect = Collect()
 
     class Config(Method.Config):
-        server_lr: float = Field(0.01, gt=0, description="learning rate of the header on the server")
+        server_lr: float = Field(0.01, gt=0, description="learning rate of the head on the server")
         server_epochs: int = Field(1, ge=1, description="passes over a round's class means on the server")
         server_batch_size: int = Field(10, ge=1, description="class means per step on the server")
 
@@ -37,10 +37,10 @@ class FedGH(Method):
 
     def start(self, server: Server) -> None:
         # In evaluation mode throughout: class means are no batch of samples for dropout or batch norm.
-        server.modules["header"] = self.task.new_head().eval()
+        server.modules["head"] = self.task.new_head().eval()
 
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
-        return Message(module_state("model.head", server.modules["header"]))
+        return Message(module_state("model.head", server.modules["head"]))
 
     def schema(self) -> Schema:
         return class_vectors_schema("prototypes", self.task.classes, self.task.feature_size)
@@ -50,14 +50,14 @@ class FedGH(Method):
         labels = torch.cat([reply.message.metadata["labels"] for reply in replies])
         if len(labels) == 0:
             return
-        header = server.modules["header"]
+        head = server.modules["head"]
         train_on_vectors(
-            header,
+            head,
             vectors,
             labels,
             epochs=self.config.server_epochs,
             batch_size=self.config.server_batch_size,
             lr=self.config.server_lr,
-            generator=server.generator("header"),
+            generator=server.generator("header"),  # an address: another name would change the numbers of runs
         )
-        check_finite(header, "header", server.round, self.config.server_lr, [vectors])
+        check_finite(head, "head", server.round, self.config.server_lr, [vectors])

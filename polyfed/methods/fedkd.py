@@ -26,7 +26,7 @@ class FedKD(SharedNetwork):
     name = "fedkd"
     title = "FedKD"
     paper = "Wu et al., Nature Communications 2022"
-    shares = "a small network, compressed"
+    sends = "a small network, compressed"
     depends_on_rounds = True
 
     class Config(SharedNetwork.Config):
@@ -90,7 +90,7 @@ class FedKD(SharedNetwork):
         super().check(message)
         check_forms(message.tensors, self._like)
 
-    def weighed(self, message: Message) -> State:
+    def sized(self, message: Message) -> State:
         return restore(message.tensors, self._like)  # two factors of moderate size can have a huge product
 
     @cached_property

@@ -1,4 +1,4 @@
-"""FedSSA: clients share the header rows of the classes they have (Yi et al., IJCAI 2024)."""
+"""FedSSA: clients share the rows of their heads for the classes they have (Yi et al., IJCAI 2024)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROWTH_WARNING = 10
 
 
 class FedSSA(Method):
-    """A class's row of the header (its weights and its bias) is averaged over the clients that have the class.
+    """A class's row of the head (its weights and its bias) is averaged over the clients that have the class.
 
     Rows of classes that a client does not have stay as they are, in both directions.
     """
@@ -28,7 +28,7 @@ class FedSSA(Method):
     name = "fedssa"
     title = "FedSSA"
     paper = "Yi et al., IJCAI 2024"
-    shares = "header rows of seen classes"
+    sends = "the head's rows of seen classes"
     depends_on_rounds = True
     requires = ("features", "head")
     announces_classes = True
@@ -47,7 +47,7 @@ class FedSSA(Method):
             "all", description="a global row is the mean over all clients that ever sent it, or over this round's only"
         )
         full_header: bool = Field(
-            False, description="send whole headers with zeros for other classes, so that no list of classes travels"
+            False, description="send whole heads with zeros for other classes, so that no list of classes travels"
         )
 
     config: Config
@@ -65,7 +65,7 @@ class FedSSA(Method):
                 f"fedssa shares whole rows of the head, but parts of that of {task.architecture.name} are frozen: "
                 "leave its parameters trainable (requires_grad=True)."
             )
-        self.row_size = header_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
+        self.row_size = head_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
         self.announces_classes = not config.full_header
 
     # The client's side -----------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class FedSSA(Method):
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         if not message.tensors:
             return {}
-        rows = header_rows(state)
+        rows = head_rows(state)
         labels, received = sent_rows(message)
         own = torch.isin(labels, client.classes.to(labels.device))
         labels, received = labels[own], received[own]
@@ -88,9 +88,9 @@ class FedSSA(Method):
         return self.config.history * math.cos(math.pi * round / (2 * stable)) if round < stable else 0.0
 
     def upload(self, client: Trained) -> Message:
-        rows, seen = header_rows(client.state), client.counts > 0
+        rows, seen = head_rows(client.state), client.counts > 0
         if self.config.full_header:
-            return Message({"header": torch.where(seen.to(rows.device)[:, None], rows, 0.0)})
+            return Message({"head": torch.where(seen.to(rows.device)[:, None], rows, 0.0)})
         return Message({"rows": rows[client.classes.to(rows.device)]}, {"labels": client.classes})
 
     # The server's side -----------------------------------------------------------------------------------------------
@@ -102,14 +102,14 @@ class FedSSA(Method):
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         rows, known = server.state["rows.vectors"], server.state["rows.known"]
         if self.config.full_header:
-            return Message({"header": rows}) if bool(known.any()) else Message()
+            return Message({"head": rows}) if bool(known.any()) else Message()
         assert classes is not None
         labels = classes[known[classes]]
         return Message({"rows": rows[labels]}, {"labels": labels}) if len(labels) else Message()
 
     def schema(self) -> Schema:
         if self.config.full_header:
-            return Schema({"header": Floats((self.task.classes, self.row_size))})
+            return Schema({"head": Floats((self.task.classes, self.row_size))})
         return class_vectors_schema("rows", self.task.classes, self.row_size)
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
@@ -132,12 +132,12 @@ class FedSSA(Method):
         if self.config.convex or self.config.stable_round <= GROWTH_WARNING or growth == 1:
             return []
         return [
-            f"with stable_round {self.config.stable_round} header rows can grow {growth:.3g}-fold before they are "
+            f"with stable_round {self.config.stable_round} the head's rows can grow {growth:.3g}-fold before they are "
             "stable; convex=true keeps their size"
         ]
 
 
-def header_rows(state: Mapping[str, Tensor]) -> Tensor:
+def head_rows(state: Mapping[str, Tensor]) -> Tensor:
     """A linear head as one row per class, a new tensor [classes, features]; the bias, if any, is its last column."""
     weight, bias = state["model.head.weight"], state.get("model.head.bias")
     return weight.clone() if bias is None else torch.cat([weight, bias[:, None]], dim=1)
@@ -151,12 +151,12 @@ def split_rows(state: Mapping[str, Tensor], rows: Tensor) -> State:
 
 
 def sent_rows(message: Message) -> tuple[Tensor, Tensor]:
-    """The classes whose rows a message carries, and these rows; of a full header, those that are not zero."""
+    """The classes whose rows a message carries, and these rows; of a full head, those that are not zero."""
     if "rows" in message.tensors:
         return message.metadata["labels"], message.tensors["rows"]
-    header = message.tensors["header"]
-    labels = (header != 0).any(dim=1).nonzero().flatten()
-    return labels, header[labels]
+    head = message.tensors["head"]
+    labels = (head != 0).any(dim=1).nonzero().flatten()
+    return labels, head[labels]
 
 
 def latest_rows(state: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:

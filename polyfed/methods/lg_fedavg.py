@@ -11,6 +11,6 @@ class LGFedAvg(FedAvg):
     name = "lg-fedavg"
     title = "LG-FedAvg"
     paper = "Liang et al., arXiv 2001.01523"
-    shares = "the head"
+    sends = "the head"
     requires = ("features", "head")
     module = "model.head"

@@ -16,7 +16,7 @@ from polyfed.methods.parts.tools import cross_entropy, module_state
 from polyfed.models import ProxyExtractor, seed_dropout
 from polyfed.models.dryrun import dry_run, example_images
 from polyfed.models.factories import call_factory
-from polyfed.models.proxy import Activation
+from polyfed.models.networks import Activation
 
 
 class PFedES(Averaged):
@@ -28,7 +28,7 @@ class PFedES(Averaged):
     name = "pfedes"
     title = "pFedES"
     paper = "Yi et al., AAAI 2025"
-    shares = "a small proxy extractor"
+    sends = "a small proxy extractor"
     module = "proxy"
 
     class Config(Averaged.Config):

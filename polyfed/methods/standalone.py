@@ -11,4 +11,4 @@ class Standalone(Method):
     name = "standalone"
     title = "Standalone"
     paper = "the baseline without a federation"
-    shares = "nothing"
+    sends = "nothing"

@@ -1,13 +1,9 @@
 """Networks: the papers' own, torchvision's and the user's, each split into an extractor and a head."""
 
-from polyfed.models.dropout import SeededDropout, seed_dropout, set_generator
-from polyfed.models.features import FeaturePool
-from polyfed.models.groups import GROUP_TITLES, GROUPS, default_features
-from polyfed.models.heads import HEADS
-from polyfed.models.networks import NETWORKS
-from polyfed.models.proxy import ProxyExtractor
+from polyfed.models.architectures import Architecture, Models, assign, parameter_count, resolve, smallest
+from polyfed.models.layers import HEADS, FeaturePool, SeededDropout, seed_dropout, set_generator
+from polyfed.models.networks import GROUP_TITLES, GROUPS, NETWORKS, ProxyExtractor, default_features
 from polyfed.models.split import SplitNetwork, split_network
-from polyfed.models.zoo import Architecture, Models, assign, parameter_count, resolve, smallest
 
 __all__ = [
     "GROUPS",

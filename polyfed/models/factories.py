@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from polyfed.errors import InputError, PolyfedError, first_line, user_place
-from polyfed.models.features import Match
+from polyfed.models.layers import Match
 from polyfed.models.split import SplitNetwork, split_network
 
 
@@ -114,8 +114,10 @@ def _check_complete(parameters: list[inspect.Parameter], arguments: dict[str, ob
         if variadic or parameter.name in arguments or parameter.default is not parameter.empty:
             continue
         if parameter.name in ("features", "feature_size"):
-            raise InputError(f"{name} needs '{parameter.name}': say how many features the networks should have.")
+            raise InputError(
+                f"{name} needs '{parameter.name}': set features to the number that the networks should have."
+            )
         raise InputError(
-            f"{name} needs an argument '{parameter.name}' that a task does not have: give it a default, "
+            f"{name} needs an argument '{parameter.name}' that polyfed does not provide: give it a default, "
             "or use input_shape, in_channels, classes or features."
         )

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.errors import InputError, first_line, unknown_name
-from polyfed.models.dropout import seed_dropout
 from polyfed.models.dryrun import Call, Trace, dry_run, example_images
-from polyfed.models.features import Match, check_match, check_sizes, match_layer
+from polyfed.models.layers import Match, check_match, check_sizes, match_layer, seed_dropout
 
 
 class SplitNetwork(nn.Module):
@@ -81,18 +80,17 @@ def split_network(
 
 
 def _check_kind(network: nn.Module, name: str) -> None:
-    """Refuse networks whose layers can't be taken apart, and those that do not compute in 32 bits."""
+    """Refuse networks that can't be split, and those that do not compute in 32 bits."""
     if isinstance(network, torch.jit.ScriptModule):
         raise InputError(
-            f"{name} is compiled by TorchScript, so its layers can't be taken apart: give the network that it was "
-            "compiled from."
+            f"{name} is compiled by TorchScript, so it can't be split: give the network that it was compiled from."
         )
     kinds = {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}
     others = sorted(str(kind).removeprefix("torch.") for kind in kinds - {torch.float32})
     if others:
         raise InputError(
             f"{name} has parameters of type {' and '.join(others)}, but clients train and send 32-bit floats: convert "
-            "it with network.float() (training.bf16 multiplies in half precision all the same)."
+            "it with network.float() (training.bf16 still multiplies in half precision)."
         )
 
 
@@ -120,7 +118,7 @@ def _head_call(network: nn.Module, trace: Trace, head: str | None, name: str) ->
     if head not in names:
         raise unknown_name(f"layer of {name}", head, names)
     raise InputError(
-        f"{name} never calls its layer '{head}', so that can't be its head: name the layer that it ends with."
+        f"{name} never calls its layer '{head}', so that layer can't be its head: name the layer that it ends with."
     )
 
 
@@ -130,14 +128,15 @@ def _check_output(trace: Trace, call: Call, batch: int, classes: int, name: str)
     if not isinstance(trace.output, Tensor):
         kind = type(trace.output).__name__
         raise InputError(
-            f"{name} must give one tensor of logits, [batch, {classes}], but it gives a value of type {kind}."
+            f"{name} must return one tensor of logits, [batch, {classes}], but it returns a value of type {kind}."
         )
     if trace.output.shape != (batch, classes):
         given = ", ".join(str(side) for side in trace.output.shape[1:])
         flat = trace.output.dim() == 2
-        remedy = f"let {layer} give {classes} outputs" if flat else f"flatten what goes into {layer}"
+        remedy = f"give {layer} {classes} outputs" if flat else f"flatten what goes into {layer}"
         raise InputError(
-            f"{name} gives outputs of shape [batch, {given}], but {classes} classes need [batch, {classes}]: {remedy}."
+            f"{name} returns outputs of shape [batch, {given}], but {classes} classes need [batch, {classes}]: "
+            f"{remedy}."
         )
     if not _same(trace.output, call.output):
         others = [other for other in trace.watched if other.name != call.name and _same(trace.output, other.output)]
@@ -150,7 +149,7 @@ def _check_output(trace: Trace, call: Call, batch: int, classes: int, name: str)
         follower = f"'{after[0]}'" if after else "something in its forward method"
         raise InputError(
             f"{name} can't be split at {layer}, because {follower} changes that layer's output: "
-            "let the network end with the layer and give raw logits (the losses apply softmax themselves), or name "
+            "end the network with that layer and return raw logits (the losses apply softmax themselves), or name "
             "another layer as its head (--set head=NAME)."
         )
 
@@ -166,8 +165,8 @@ def _feature_size(call: Call, batch: int, name: str) -> int:
     if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != batch:
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise InputError(
-            f"{name} can't be split at {_described(call)}, which gets {shape} for {batch} images: "
-            f"it must get one row of features per image, [{batch}, K]."
+            f"{name} can't be split at {_described(call)}, which receives {shape} for {batch} images: "
+            f"it must receive one row of features per image, [{batch}, K]."
         )
     return features.shape[1]
 
@@ -203,7 +202,7 @@ def _check_unchanged(split: SplitNetwork, images: Tensor, trace: Trace, path: st
         ) from error
     if not _same(trace.output, output):
         raise InputError(
-            f"{name} can't be split at its layer '{path}', because the two parts together give another output: "
+            f"{name} can't be split at its layer '{path}', because the two parts together return a different output: "
             "call that layer once, last, and don't read its weights elsewhere."
         )
 
@@ -213,15 +212,15 @@ def _checked(network: SplitNetwork, images: Tensor, classes: int, features: int 
     size = network.feature_size
     if features is not None and features != size:
         raise InputError(
-            f"{name} is already split with {size} features, but {features} are asked for: "
-            f"build it with {features} features, or ask for {size}."
+            f"{name} is already split with {size} features, but features is set to {features}: "
+            f"build it with {features} features, or set features to {size}."
         )
     trace = dry_run(network, images, name, lambda path, layer: layer is network.extractor)
     found = trace.watched[-1].output if trace.watched else None
     for part, output, columns in (("features", found, size), ("logits", trace.output, classes)):
         if not isinstance(output, Tensor) or output.shape != (len(images), columns):
             shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(f"{name} gives {part} {shape} for 2 images, but it should give [2, {columns}].")
+            raise InputError(f"{name} returns {part} {shape} for 2 images, but it should return [2, {columns}].")
     return network
 
 

@@ -19,13 +19,13 @@ _NEEDS = {"features": "same number of features", "head": "same head", "network":
 
 
 def methods() -> list[dict[str, Any]]:
-    """Every method with its paper, what it shares, what clients must have in common, and its options."""
+    """Every method with its paper, what it sends, what clients must have in common, and its options."""
     return [
         {
             "name": method.name,
             "title": method.title,
             "paper": method.paper,
-            "shares": method.shares,
+            "sends": method.sends,
             "requires": list(method.requires),
             "options": [
                 {
@@ -67,8 +67,8 @@ def datasets() -> list[dict[str, Any]]:
 
 def methods_table() -> Table:
     """The methods for people."""
-    rows = [[m["name"], f"{m['title']}, {m['paper']}", m["shares"], _needs(m["requires"])] for m in methods()]
-    return _table(["name", "method and paper", "what clients share", "must be the same"], rows)
+    rows = [[m["name"], f"{m['title']}, {m['paper']}", m["sends"], _needs(m["requires"])] for m in methods()]
+    return _table(["name", "method and paper", "what clients send", "must be the same"], rows)
 
 
 def method_options_table() -> Table:

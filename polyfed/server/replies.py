@@ -93,7 +93,7 @@ class Door:
             try:
                 for check in self._checks:
                     check(reply)
-                measured[reply.client] = self._measure(reply)
+                measured[reply.client] = self._sizes(reply)
             except BadMessage as error:
                 refused[reply.client] = str(error)
         ratios, where = _ratios(measured, sizes)
@@ -139,8 +139,8 @@ class Door:
                         f"'{name}' claims {total} samples, more than a client can have ({self.most_samples})."
                     )
 
-    def _measure(self, reply: Reply) -> dict[str, float]:
-        tensors = self.method.weighed(reply.message)
+    def _sizes(self, reply: Reply) -> dict[str, float]:
+        tensors = self.method.sized(reply.message)
         return {name: float(largest([tensor])) for name, tensor in tensors.items() if tensor.numel()}
 
 

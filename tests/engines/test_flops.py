@@ -6,7 +6,7 @@ import torch
 from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.data import Dataset
-from polyfed.engines.client.flops import ClientFlops, measure
+from polyfed.engines.client.flops import ClientFlops, count_flops
 from polyfed.methods.base import Phase
 from polyfed.population import Population
 
@@ -24,7 +24,7 @@ def cifar_clients(method: str) -> Population:
 def test_standalone_cnn1_is_counted_as_by_hand() -> None:
     """Forward 2 · 4 825 800; backward twice that, less the input's gradient, which the first layer need not give."""
     clients = cifar_clients("standalone")
-    flops = measure(clients.new_network(0), clients.method)
+    flops = count_flops(clients.new_network(0), clients.method)
     assert FORWARD == 2 * 4_825_800
     assert flops == ClientFlops({"model": 3 * FORWARD - 2 * CONV1}, 0.0)
     assert 2.5 < flops.phases["model"] / FORWARD < 3
@@ -32,13 +32,13 @@ def test_standalone_cnn1_is_counted_as_by_hand() -> None:
 
 def test_the_pass_for_prototypes_is_one_forward_through_the_extractor() -> None:
     clients = cifar_clients("fedproto")
-    assert measure(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3
+    assert count_flops(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3
 
 
 def test_the_pass_for_covariances_adds_a_product_per_sample() -> None:
     """K = 500: two operations for each of 500 · 500 entries."""
     clients = cifar_clients("dc-pfl")
-    assert measure(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3 + 2 * 500 * 500
+    assert count_flops(clients.new_network(0), clients.method).collect == FORWARD - 2 * FC3 + 2 * 500 * 500
 
 
 def test_a_round_multiplies_by_visited_samples() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyfed import METHODS, InputError
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
-from polyfed.engines.client.flops import measure
+from polyfed.engines.client.flops import count_flops
 from polyfed.engines.client.workbench import state_of
 from polyfed.models.frozen import rest_of
 from tests import support
@@ -144,7 +144,9 @@ def test_a_frozen_bias_of_the_head_stays_at_home(tmp_path: Path, method: str) ->
 
 def test_a_frozen_layer_costs_no_gradient_of_its_weights() -> None:
     usual, frozen = (
-        measure(support.population("standalone", models=(network,)).new_network(0), support.new_method("standalone"))
+        count_flops(
+            support.population("standalone", models=(network,)).new_network(0), support.new_method("standalone")
+        )
         for network in (support.Wide, Frozen)
     )
     # Neither the first layer's weights need a gradient nor what comes out of it.
@@ -197,7 +199,7 @@ def test_evaluation_mode_of_a_whole_network_asks_for_nothing() -> None:
 
 def test_a_common_network_without_anything_to_send_is_refused() -> None:
     network = support.Narrow((1, 6, 6), 4).requires_grad_(False)
-    with pytest.raises(InputError, match="fml shares a small common network, but all of it is frozen"):
+    with pytest.raises(InputError, match="fml sends a small common network, but all of it is frozen"):
         support.population("fml", models=(network,))
 
 

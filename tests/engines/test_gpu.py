@@ -1,4 +1,4 @@
-"""What only a GPU has: captured steps, lanes, little memory. The numbers are those of the plain loop there."""
+"""What only a GPU has: captured steps, streams, little memory. The numbers are those of the plain loop there."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_pooling_of_equal_values_and_of_none() -> None:
 
 def test_the_same_step_gives_the_same_numbers_again() -> None:
     x, gradient = random(2, 40, 3, 9, 9), random(2, 40, 4, 7, 7)
-    first, second = (layers.kernels().weigh(x, gradient, (3, 3), (0, 0)) for _ in range(2))
+    first, second = (layers.kernels().weight_gradient(x, gradient, (3, 3), (0, 0)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -230,7 +230,7 @@ def test_a_federation_on_our_kernels_has_the_numbers_of_the_plain_loop(
         original = getattr(kernels, name)
         return lambda *given: (served.update([name]), original(*given))[1]
 
-    for name in ("convolve", "weigh", "pool", "unpool"):
+    for name in ("convolve", "weight_gradient", "pool", "unpool"):
         monkeypatch.setattr(kernels, name, counted(name))
     monkeypatch.setattr(layers, "on_gpu", lambda x: True)
     runs = []
@@ -238,7 +238,7 @@ def test_a_federation_on_our_kernels_has_the_numbers_of_the_plain_loop(
         runs.append(support.federation(tmp_path / engine.__name__, "fedproto", engine, **settings))
         runs[-1].run()
         assert bool(served) == (engine is VectorizedEngine)
-    assert set(served) == {"convolve", "weigh", "pool", "unpool"}
+    assert set(served) == {"convolve", "weight_gradient", "pool", "unpool"}
     assert not [event for event in runs[1].folder.events() if "one after another:" in str(event.get("note"))]
     for client in range(3):
         expected, actual = (run.engine.get_state(client) for run in runs)

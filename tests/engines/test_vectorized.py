@@ -16,9 +16,9 @@ from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine, vectorized
 from polyfed.engines import stacked as stacked_package
 from polyfed.engines.stacked import passes
-from polyfed.engines.stacked.begun import Begun
 from polyfed.engines.stacked.captured import reason
 from polyfed.engines.stacked.plan import new_plan
+from polyfed.engines.stacked.round import CohortRound
 from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import DivergedError, InputError
 from polyfed.methods import METHODS
@@ -152,6 +152,23 @@ def test_a_parameter_without_gradient_does_not_decay(tmp_path: Path) -> None:
         assert torch.equal(tensor, first[name]) == ("spare" in name)
 
 
+def test_prepare_learns_what_all_steps_have_in_common_and_changes_no_state() -> None:
+    """FD's loss returns logits, four per sample; of its two clients, part of the network is out of the loss's reach."""
+    clients = support.population("fd", models=(PartlyUnused,), clients=2, training={"weight_decay": 0.1})
+    (phase,) = clients.method.phases()
+    network = clients.new_network(0)
+    state = {name: torch.stack([tensor, tensor]) for name, tensor in network.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    step = PhaseStep(clients, network, phase, state)
+    network.eval()  # others use the network too
+    step.prepare(new_plan(clients, [0, 1], 4, 2, phase, 1).at(0))
+    assert network.model.training
+    assert step.sums is not None and step.sums.shape == (2, 4, 4) and not step.sums.any()
+    assert {name for name in step.frozen if "spare" in name} == {name for name in state if "spare" in name} != set()
+    assert step.trained and not [name for name in step.trained if "spare" in name]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+
+
 def test_clients_without_test_samples_are_no_error(tmp_path: Path) -> None:
     rounds, _, _ = run(tmp_path, VectorizedEngine, "fedproto", split="1:0:0")
     assert rounds.accuracy_mean.isna().all()
@@ -201,14 +218,14 @@ def test_architectures_that_do_not_fit_side_by_side_train_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _, _ = run(tmp_path, SequentialEngine, "pfedes")
-    begin, begun = VectorizedEngine._begin, weakref.WeakSet[Any]()
+    begin, queued = VectorizedEngine._begin, weakref.WeakSet[Any]()
 
     def no_second(self: VectorizedEngine, *arguments: Any) -> Any:
         gc.collect()
-        if begun:
+        if queued:
             raise torch.OutOfMemoryError("no room")
         work = begin(self, *arguments)
-        begun.add(work)
+        queued.add(work)
         return work
 
     monkeypatch.setattr(VectorizedEngine, "_begin", no_second)
@@ -367,12 +384,12 @@ def test_batches_are_drawn_once_and_ahead_if_it_is_certain_whose(
             happened.append(f"draw {named['round']}")
         return new_plan(*given, **named)
 
-    def wait(self: Begun, visited: Any, round: int) -> list[float]:
+    def wait(self: CohortRound, visited: Any, round: int) -> list[float]:
         happened.append(f"wait {round}")
         return losses(self, visited, round)
 
-    losses = Begun.losses
-    monkeypatch.setattr(Begun, "losses", wait)
+    losses = CohortRound.losses
+    monkeypatch.setattr(CohortRound, "losses", wait)
     monkeypatch.setattr(vectorized, "new_plan", draw)
     monkeypatch.setattr(vectorized, "MOST_AHEAD", most)
     settings = {"models": (support.Wide,), "clients": 4, "rounds": 3, "participation": participation}

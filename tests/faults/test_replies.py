@@ -43,7 +43,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     "fml with batch norm": {"method": "fml", "models": (support.Normed,)},
     "fedkd with batch norm": {"method": "fedkd", "models": (support.Normed,)},
     "fedproto by samples": {"method": {"name": "fedproto", "mean": "samples"}},
-    "fedssa with whole headers": {"method": {"name": "fedssa", "full_header": True}},
+    "fedssa with whole heads": {"method": {"name": "fedssa", "full_header": True}},
     "fd leave-one-out": {"method": {"name": "fd", "mean": "leave-one-out", "loss": "soft-ce"}},
     "dc-pfl as printed": {"method": {"name": "dc-pfl", "paper_eq11": True, "clip_virtual": True}},
 }
@@ -142,7 +142,7 @@ def assert_near(scene: Scene, server: Server, hostile: Sequence[int]) -> None:
     """Nothing that the server sends is further from what it would send than twice what honest clients may be apart."""
     alone = scene.fused_without(hostile)
     honest = [reply for reply in scene.replies if reply.client not in hostile]
-    values = [t for reply in honest for t in scene.people.method.weighed(reply.message).values()]
+    values = [t for reply in honest for t in scene.people.method.sized(reply.message).values()]
     values += [t for t in alone.modules.state_dict().values() if t.is_floating_point()]
     values += [t for t in alone.state.values() if t.is_floating_point()]
     usual = max([SMALL, *(float(value.abs().max()) for value in values if value.numel())])

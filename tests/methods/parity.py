@@ -13,7 +13,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from polyfed.engines import SequentialEngine, ThreadsEngine
 from polyfed.engines.client.batches import AUGMENTATION
-from polyfed.engines.client.round import prepare
+from polyfed.engines.client.round import set_modes
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
@@ -98,7 +98,7 @@ def _scrambled(population: Population, phase: Phase, seed: int) -> ClientNetwork
                 tensor += 0.2 * torch.rand(tensor.shape, generator=generator)
             elif tensor.dtype == torch.bool:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator) < 0.5)
-    prepare(net, phase)
+    set_modes(net, phase)
     return net
 
 

@@ -28,17 +28,17 @@ def without_covariances(reply: Reply) -> Reply:
     return Reply(reply.client, Message({"means": reply.message.tensors["means"]}, reply.message.metadata))
 
 
-def zero_header(method: Method) -> tuple[Server, nn.Linear]:
+def zero_head(method: Method) -> tuple[Server, nn.Linear]:
     server = support.new_server(method)
-    header = server.modules["header"]
-    assert isinstance(header, nn.Linear)
-    for parameter in header.parameters():
+    head = server.modules["head"]
+    assert isinstance(head, nn.Linear)
+    for parameter in head.parameters():
         nn.init.zeros_(parameter)
-    return server, header
+    return server, head
 
 
-def test_header_takes_one_step_on_each_clients_means() -> None:
-    """A zero header gives four classes ¼ each. Client 0's mean of class 1 lies on axis 1: with learning rate 0.01 the
+def test_head_takes_one_step_on_each_clients_means() -> None:
+    """A zero head gives four classes ¼ each. Client 0's mean of class 1 lies on axis 1: with learning rate 0.01 the
     bias and weight column 1 become b = (−0.0025, 0.0075, −0.0025, −0.0025).
 
     Client 1 then steps from there: for its mean of class 0, on axis 0, the logits are b, with e^b = 0.9975031 three
@@ -46,19 +46,19 @@ def test_header_takes_one_step_on_each_clients_means() -> None:
     0.01 · ((1, 0, 0, 0) − p). One common step on both would have given 0.01 · ((1, 0, 0, 0) − ¼) / 2 instead.
     """
     method = support.new_method(WITHOUT_CALIBRATION)
-    server, header = zero_header(method)
+    server, head = zero_head(method)
     method.aggregate(server, [without_covariances(points(0, [1])), without_covariances(points(1, [0]))])
-    assert header.weight[:, 1].tolist() == pytest.approx([-0.0025, 0.0075, -0.0025, -0.0025])
-    assert header.weight[:, 0].tolist() == pytest.approx([0.007506265, -0.002518797, -0.002493735, -0.002493735])
-    assert not header.weight[:, 2:].any()
+    assert head.weight[:, 1].tolist() == pytest.approx([-0.0025, 0.0075, -0.0025, -0.0025])
+    assert head.weight[:, 0].tolist() == pytest.approx([0.007506265, -0.002518797, -0.002493735, -0.002493735])
+    assert not head.weight[:, 2:].any()
 
 
 def test_classes_of_one_client_share_a_step() -> None:
     """Classes 0 and 1 together: gradients are averaged, so W[0, 0] = 0.01 · ¾ / 2."""
     method = support.new_method(WITHOUT_CALIBRATION)
-    server, header = zero_header(method)
+    server, head = zero_head(method)
     method.aggregate(server, [without_covariances(points(0, [0, 1]))])
-    assert header.weight[0, 0].item() == pytest.approx(0.00375)
+    assert head.weight[0, 0].item() == pytest.approx(0.00375)
 
 
 def test_global_mean_is_weighted_by_samples_and_kept() -> None:
@@ -82,9 +82,9 @@ def test_global_mean_is_weighted_by_samples_and_kept() -> None:
 def test_calibration_trains_on_virtual_features() -> None:
     """All samples of a class on one point: so are its virtual features, and 50 steps of 20 tell the classes apart."""
     method = support.new_method({"name": "dc-pfl", "calibration_batch_size": 20, "server_lr": 0.5})
-    server, header = zero_header(method)
+    server, head = zero_head(method)
     method.aggregate(server, [points(0, [0, 1], scale=2.0), points(1, [2, 3], scale=2.0)])
-    probabilities = header(2 * torch.eye(SIZE)[:4]).detach().softmax(1)
+    probabilities = head(2 * torch.eye(SIZE)[:4]).detach().softmax(1)
     assert float(probabilities.diagonal().min()) > 0.9
 
 
@@ -160,7 +160,7 @@ def test_unsound_replies_are_refused() -> None:
         support.new_method(WITHOUT_CALIBRATION).check(good)
 
 
-def test_first_round_sends_the_header_only() -> None:
+def test_first_round_sends_the_head_only() -> None:
     method = support.new_method("dc-pfl")
     server = support.new_server(method)
     assert sorted(method.download(server, 0, None).tensors) == ["model.head.bias", "model.head.weight"]
@@ -192,7 +192,7 @@ def test_received_head_and_means_replace_the_clients_own() -> None:
     assert sorted(changed) == ["means.known", "means.vectors", "model.head.bias", "model.head.weight"]
     assert changed["means.known"].tolist() == [False, False, True, False]
     assert changed["means.vectors"][2].tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
-    assert torch.equal(changed["model.head.weight"], server.modules["header"].weight)
+    assert torch.equal(changed["model.head.weight"], server.modules["head"].weight)
 
 
 def test_loss_adds_the_plain_norm() -> None:
@@ -220,29 +220,29 @@ def test_distance_zero_has_a_finite_gradient() -> None:
 def test_round_without_any_class_changes_nothing() -> None:
     method = support.new_method("dc-pfl")
     server = support.new_server(method)
-    before = server.modules["header"].weight.detach().clone()
+    before = server.modules["head"].weight.detach().clone()
     method.aggregate(server, [points(0, [])])
-    assert torch.equal(before, server.modules["header"].weight)
+    assert torch.equal(before, server.modules["head"].weight)
     assert not server.state["means.known"].any()
 
 
-def test_same_round_gives_the_same_header() -> None:
+def test_same_round_gives_the_same_head() -> None:
     method = support.new_method("dc-pfl")
-    headers = []
+    heads = []
     for round in (1, 1, 2):
         server = support.new_server(method, round)
         method.aggregate(server, [points(0, [0, 1], [3, 4]), points(1, [1, 2], [2, 9])])
-        headers.append(server.modules["header"].weight)
-    assert torch.equal(headers[0], headers[1])
-    assert not torch.equal(headers[0], headers[2])
+        heads.append(server.modules["head"].weight)
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
 
 
-def test_header_that_diverges_is_an_error() -> None:
+def test_head_that_diverges_is_an_error() -> None:
     method = support.new_method("dc-pfl")
-    with pytest.raises(DivergedError, match=r"header .* clients sent values of up to 1.0e\+30.*\(--lr\)"):
+    with pytest.raises(DivergedError, match=r"head .* clients sent values of up to 1.0e\+30.*\(--lr\)"):
         method.aggregate(support.new_server(method), [points(0, [0, 1], scale=1e30)])
     fast = support.new_method({"name": "dc-pfl", "server_lr": 1e36})
-    with pytest.raises(DivergedError, match=r"header .*server_lr=1e\+35"):
+    with pytest.raises(DivergedError, match=r"head .*server_lr=1e\+35"):
         fast.aggregate(support.new_server(fast), [points(0, [0, 1], scale=1e3)])
 
 
@@ -279,10 +279,10 @@ def test_clients_share_no_storage(tmp_path) -> None:
 
 
 def test_headers_are_the_clients_own_after_training(tmp_path) -> None:
-    """The global header is no client's and no average: each client keeps what it trained until it takes part again."""
+    """The global head is no client's and no average: each client keeps what it trained until it takes part again."""
     run = support.federation(tmp_path, "dc-pfl", rounds=1)
     run.run()
-    after = run.server.modules["header"].weight
+    after = run.server.modules["head"].weight
     heads = [run.engine.get_state(client)["model.head.weight"] for client in range(4)]
     assert all(not torch.equal(after, head) for head in heads)
     assert all(not torch.equal(heads[0], head) for head in heads[1:])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from polyfed.data import Dataset
-from polyfed.engines.client.round import prepare
+from polyfed.engines.client.round import set_modes
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge
@@ -105,7 +105,7 @@ def test_received_head_is_kept_apart_from_the_trained_one() -> None:
     message = Message({"model.head.weight": torch.ones(4, 6), "model.head.bias": torch.ones(4)})
     changed = clients.method.receive(dict(net.state_dict()), message, Knowledge(torch.tensor([1, 1, 0, 0]), 1))
     assert sorted(changed) == ["model.head.bias", "model.head.weight", "received.bias", "received.weight"]
-    prepare(net, clients.method.phases()[0])
+    set_modes(net, clients.method.phases()[0])
     clients.method.loss(net, example_batch(clients, [0, 40])).mean().backward()
     assert all(parameter.grad is None for parameter in net.received.parameters())
     assert all(parameter.grad is not None for parameter in net.model.parameters())

@@ -20,42 +20,42 @@ def means(client: int, labels: list[int], scale: float = 1.0) -> Reply:
     return support.reply(client, {"prototypes": scale * torch.eye(support.FEATURES)[labels]}, labels=labels)
 
 
-def zero_header(method) -> tuple[object, nn.Module]:
+def zero_head(method) -> tuple[object, nn.Module]:
     server = support.new_server(method)
-    header = server.modules["header"]
-    for parameter in header.parameters():
+    head = server.modules["head"]
+    for parameter in head.parameters():
         nn.init.zeros_(parameter)
-    return server, header
+    return server, head
 
 
 def test_one_step_on_one_mean() -> None:
-    """A zero header gives four classes ¼ each, so for class 1 the gradient of the logits is (¼, −¾, ¼, ¼).
+    """A zero head gives four classes ¼ each, so for class 1 the gradient of the logits is (¼, −¾, ¼, ¼).
 
     The mean is the first axis, so with learning rate 0.01 the first weight column and the bias become
     (−0.0025, 0.0075, −0.0025, −0.0025), and all other columns stay zero.
     """
     method = support.new_method("fedgh")
-    server, header = zero_header(method)
+    server, head = zero_head(method)
     first_axis = torch.eye(support.FEATURES)[:1]
     method.aggregate(server, [support.reply(0, {"prototypes": first_axis}, labels=[1])])
     step = [-0.0025, 0.0075, -0.0025, -0.0025]
-    assert header.weight[:, 0].tolist() == pytest.approx(step)
-    assert header.bias.tolist() == pytest.approx(step)
-    assert not header.weight[:, 1:].any()
+    assert head.weight[:, 0].tolist() == pytest.approx(step)
+    assert head.bias.tolist() == pytest.approx(step)
+    assert not head.weight[:, 1:].any()
 
 
 def test_means_of_several_clients_share_a_mini_batch() -> None:
     """Classes 0 and 1 in one batch: gradients are averaged, so W[0, 0] = 0.01 · ¾ / 2 and b = (¼, ¼, −¼, −¼) / 100."""
     method = support.new_method("fedgh")
-    server, header = zero_header(method)
+    server, head = zero_head(method)
     method.aggregate(server, [means(0, [0]), means(1, [1])])
-    assert header.weight[0, 0].item() == pytest.approx(0.00375)
-    assert header.weight[1, 0].item() == pytest.approx(-0.00125)
-    assert header.bias.tolist() == pytest.approx([0.0025, 0.0025, -0.0025, -0.0025])
+    assert head.weight[0, 0].item() == pytest.approx(0.00375)
+    assert head.weight[1, 0].item() == pytest.approx(-0.00125)
+    assert head.bias.tolist() == pytest.approx([0.0025, 0.0025, -0.0025, -0.0025])
 
 
 def test_server_learns_to_tell_the_means_apart() -> None:
-    """Guards against a header that is in no optimiser: it moves in the first round and classifies after some."""
+    """Guards against a head that is in no optimiser: it moves in the first round and classifies after some."""
     method = support.new_method({"name": "fedgh", "server_lr": 0.5})
     server = support.new_server(method)
     before = method.download(server, 0, None).tensors["model.head.weight"].clone()
@@ -64,37 +64,37 @@ def test_server_learns_to_tell_the_means_apart() -> None:
     assert not torch.equal(before, method.download(server, 0, None).tensors["model.head.weight"])
     for _ in range(30):
         method.aggregate(server, replies)
-    assert server.modules["header"](5 * torch.eye(support.FEATURES)[:4]).argmax(1).tolist() == [0, 1, 2, 3]
+    assert server.modules["head"](5 * torch.eye(support.FEATURES)[:4]).argmax(1).tolist() == [0, 1, 2, 3]
 
 
 def test_class_that_nobody_holds_is_only_pushed_down() -> None:
     method = support.new_method("fedgh")
-    server, header = zero_header(method)
+    server, head = zero_head(method)
     method.aggregate(server, [means(0, [0, 2])])
-    assert header.bias[3] < 0 and (header.weight[3] <= 0).all()
+    assert head.bias[3] < 0 and (head.weight[3] <= 0).all()
 
 
-def test_round_without_any_class_leaves_the_header() -> None:
+def test_round_without_any_class_leaves_the_head() -> None:
     method = support.new_method("fedgh")
     server = support.new_server(method)
-    before = server.modules["header"].weight.clone()
+    before = server.modules["head"].weight.clone()
     method.aggregate(server, [means(0, [])])
-    assert torch.equal(before, server.modules["header"].weight)
+    assert torch.equal(before, server.modules["head"].weight)
 
 
-def test_same_round_gives_the_same_header() -> None:
+def test_same_round_gives_the_same_head() -> None:
     """Batches of one mean, so that the order counts: it follows from seed and round alone."""
     method = support.new_method({"name": "fedgh", "server_batch_size": 1, "server_lr": 1.0, "server_epochs": 2})
-    headers = []
+    heads = []
     for round in (1, 1, 2):
         server = support.new_server(method, round)
         method.aggregate(server, [means(0, [0, 1], 3.0), means(1, [1, 2, 3], 2.0)])
-        headers.append(server.modules["header"].weight)
-    assert torch.equal(headers[0], headers[1])
-    assert not torch.equal(headers[0], headers[2])
+        heads.append(server.modules["head"].weight)
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
 
 
-def test_header_that_diverges_is_an_error() -> None:
+def test_head_that_diverges_is_an_error() -> None:
     method = support.new_method({"name": "fedgh", "server_epochs": 4, "server_lr": 1e36})
     with pytest.raises(DivergedError, match=r"server_lr=1e\+35"):
         method.aggregate(support.new_server(method), [means(0, [0, 1], 1e3)])
@@ -106,11 +106,11 @@ def test_clients_that_diverge_are_not_the_servers_fault() -> None:
         method.aggregate(support.new_server(method), [means(0, [0, 1], 1e30)])
 
 
-def test_download_is_a_copy_of_the_header() -> None:
+def test_download_is_a_copy_of_the_head() -> None:
     method = support.new_method("fedgh")
     server = support.new_server(method)
     method.download(server, 0, None).tensors["model.head.weight"].zero_()
-    assert server.modules["header"].weight.any()
+    assert server.modules["head"].weight.any()
 
 
 def test_upload_holds_exact_means_of_seen_classes_only() -> None:
@@ -156,16 +156,16 @@ def test_head_of_any_structure_is_trained(tmp_path) -> None:
     before = {name: tensor.clone() for name, tensor in run.server.modules.state_dict().items()}
     run.run()
     after = run.server.modules.state_dict()
-    assert list(after) == ["header.0.weight", "header.0.bias", "header.3.weight", "header.3.bias"]
+    assert list(after) == ["head.0.weight", "head.0.bias", "head.3.weight", "head.3.bias"]
     assert all(not torch.equal(before[name], after[name]) for name in after)
 
 
-def test_header_of_a_run_is_trained_and_is_no_clients_own(tmp_path) -> None:
+def test_head_of_a_run_is_trained_and_is_no_clients_own(tmp_path) -> None:
     run = support.federation(tmp_path, "fedgh", rounds=1)
-    before = run.server.modules["header"].weight.clone()
+    before = run.server.modules["head"].weight.clone()
     assert torch.equal(before, run.engine.population.new_network(0).model.head.weight)
     run.run()
-    after = run.server.modules["header"].weight
+    after = run.server.modules["head"].weight
     assert not torch.equal(before, after)
     assert all(not torch.equal(after, run.engine.get_state(c)["model.head.weight"]) for c in range(4))
 

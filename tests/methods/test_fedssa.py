@@ -32,11 +32,11 @@ class TwoLayerHead(SplitNetwork):
 
 
 def rows(*values: float, width: int = WIDTH) -> Tensor:
-    """Header rows that hold one value each."""
+    """Rows of a head that hold one value each."""
     return torch.tensor([float(value) for value in values])[:, None].expand(-1, width).clone()
 
 
-def header(*values: float) -> State:
+def head(*values: float) -> State:
     """A client's head with one value per class."""
     return {"model.head.weight": rows(*values, width=support.FEATURES), "model.head.bias": rows(*values)[:, 0]}
 
@@ -79,9 +79,9 @@ def test_absent_holders_count_with_their_latest_rows(holders: str, expected: flo
 def test_own_share_follows_a_cosine_to_zero() -> None:
     """mu_0 = 0.5, T_stable = 4: 0.5 cos(pi t / 8) is .4619, .3536, .1913 in rounds 1 to 3, and exactly 0 from 4 on."""
     method = support.new_method({"name": "fedssa", "history": 0.5, "stable_round": 4})
-    shares = [method.own_share(round) for round in range(1, 7)]
-    assert shares == pytest.approx([0.461940, 0.353553, 0.191342, 0, 0, 0], abs=1e-6)
-    assert shares[3:] == [0, 0, 0]
+    own = [method.own_share(round) for round in range(1, 7)]
+    assert own == pytest.approx([0.461940, 0.353553, 0.191342, 0, 0, 0], abs=1e-6)
+    assert own[3:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_seen_rows_are_fused_and_unseen_rows_stay(options: dict, expected: float
     """
     method = support.new_method({"name": "fedssa", **options})
     message = Message({"rows": rows(10, 10)}, {"labels": torch.tensor([1, 3])})
-    result = fused(method, 2, header(1, 4, 2, 4), message, [0, 5, 5, 5])
+    result = fused(method, 2, head(1, 4, 2, 4), message, [0, 5, 5, 5])
     assert result == pytest.approx([1, expected, 2, expected])
 
 
@@ -108,23 +108,23 @@ def test_row_of_a_single_owner_grows() -> None:
     for convex, expected in ((False, 5.0), (True, 4.0)):
         method = support.new_method({"name": "fedssa", "stable_round": 3, "convex": convex})
         server = support.new_server(method)
-        own = header(1, 4, 2, 3)
+        own = head(1, 4, 2, 3)
         upload = method.upload(support.trained([0, 6, 0, 0], own)).snapshot()
         method.aggregate(server, [support.reply(0, upload.tensors, labels=upload.metadata["labels"].tolist())])
         message = method.download(server, 0, torch.tensor([1]))
         assert fused(method, 2, own, message, [0, 6, 0, 0]) == pytest.approx([1, expected, 2, 3])
 
 
-def test_first_round_leaves_the_local_header() -> None:
+def test_first_round_leaves_the_local_head() -> None:
     method = support.new_method("fedssa")
     message = method.download(support.new_server(method), 0, torch.tensor([0, 1]))
     assert message.nbytes == 0
-    assert method.receive(header(1, 2, 3, 4), message, Knowledge(torch.tensor([1, 1, 0, 0]), 1)) == {}
+    assert method.receive(head(1, 2, 3, 4), message, Knowledge(torch.tensor([1, 1, 0, 0]), 1)) == {}
 
 
 def test_upload_holds_the_rows_of_seen_classes_only() -> None:
     method = support.new_method("fedssa")
-    message = method.upload(support.trained([0, 3, 0, 1], header(1, 2, 3, 4)))
+    message = method.upload(support.trained([0, 3, 0, 1], head(1, 2, 3, 4)))
     assert message.tensors["rows"].tolist() == rows(2, 4).tolist()
     assert message.metadata["labels"].tolist() == [1, 3]
     method.check(message)
@@ -137,15 +137,15 @@ def test_full_header_hides_the_list_and_fuses_alike() -> None:
     assert not method.announces_classes
     assert method.download(server, 0, None).nbytes == 0
     uploads = [
-        method.upload(support.trained(counts, header(*values)))
+        method.upload(support.trained(counts, head(*values)))
         for counts, values in (([0, 3, 0, 1], (1, 2, 3, 4)), ([0, 1, 0, 0], (9, 6, 9, 9)))
     ]
-    assert uploads[0].tensors["header"].tolist() == rows(0, 2, 0, 4).tolist()
+    assert uploads[0].tensors["head"].tolist() == rows(0, 2, 0, 4).tolist()
     assert not uploads[0].metadata
     method.aggregate(server, [support.reply(number, upload.tensors) for number, upload in enumerate(uploads)])
     message = method.download(server, 0, None)
-    assert message.tensors["header"].tolist() == rows(0, 4, 0, 4).tolist()
-    assert fused(method, 2, header(1, 2, 3, 7), message, [1, 1, 0, 0]) == [1, 4, 3, 7]
+    assert message.tensors["head"].tolist() == rows(0, 4, 0, 4).tolist()
+    assert fused(method, 2, head(1, 2, 3, 7), message, [1, 1, 0, 0]) == [1, 4, 3, 7]
     method.check(uploads[0])
 
 
@@ -175,7 +175,7 @@ def test_replies_with_unsound_rows_are_refused() -> None:
             method.check(Message({"rows": tensors}, {"labels": torch.tensor(labels)}))
     whole = support.new_method({"name": "fedssa", "full_header": True})
     with pytest.raises(BadMessage, match="shape"):
-        whole.check(Message({"header": rows(1, 2, 3)}))
+        whole.check(Message({"head": rows(1, 2, 3)}))
 
 
 def test_rows_that_may_grow_far_are_noted_once(tmp_path) -> None:

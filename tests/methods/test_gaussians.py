@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, factors, pack, pool, possible, shares
+from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, factors, in_proportion, pack, pool, possible
 from polyfed.methods.parts.statistics import class_covariances
 
 SIZE = 7
@@ -180,14 +180,14 @@ def test_factors_of_what_is_no_covariance_stay_small() -> None:
 
 def test_shares_by_hand() -> None:
     """10 over counts 5, 3, 1, 0: quotas 50/9, 30/9, 10/9 = 5 + 5/9, 3 + 3/9, 1 + 1/9; the one left goes to 5/9."""
-    assert shares(torch.tensor([5, 3, 1, 0]), 10).tolist() == [6, 3, 1, 0]
-    assert shares(torch.tensor([7, 7]), 1).tolist() == [1, 0]
+    assert in_proportion(torch.tensor([5, 3, 1, 0]), 10).tolist() == [6, 3, 1, 0]
+    assert in_proportion(torch.tensor([7, 7]), 1).tolist() == [1, 0]
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=120).filter(any), st.integers(1, 5000))
 @settings(max_examples=100, deadline=None)
 def test_shares_sum_exactly_and_are_nearest(counts: list[int], total: int) -> None:
-    found = shares(torch.tensor(counts), total).tolist()
+    found = in_proportion(torch.tensor(counts), total).tolist()
     assert sum(found) == total
     assert all(abs(share - count * total / sum(counts)) < 1 for share, count in zip(found, counts, strict=True))
 

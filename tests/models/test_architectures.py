@@ -127,7 +127,7 @@ def test_a_network_that_exists_is_copied_with_its_weights() -> None:
     ("factory", "words"),
     [
         (lambda depth: None, "factory needs an argument 'depth'"),
-        (lambda feature_size: None, "factory needs 'feature_size': say how many features"),
+        (lambda feature_size: None, "factory needs 'feature_size': set features to the number"),
         (lambda: 3, "factory must return a network (a torch.nn.Module), but it returns a value of type int"),
         (lambda classes: nn.Linear(classes, 1 // 0), "factory(classes=4) fails to build a network: integer division"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 9)), "4 classes need [batch, 4]"),

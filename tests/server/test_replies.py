@@ -118,7 +118,7 @@ def test_diverging_training_names_an_unusual_reply_of_the_last_rounds_only() -> 
 def test_factors_count_by_their_product() -> None:
     """FedKD: two factors that are each 60 times too large make a matrix that is 3600 times too large."""
     method = support.new_method("fedkd")
-    like = dict(method.weighed(Message(method.first_state())))  # type: ignore[attr-defined]
+    like = dict(method.sized(Message(method.first_state())))  # type: ignore[attr-defined]
     name = max(like, key=lambda name: like[name].numel())
     rows, columns = like[name].shape
 

@@ -33,17 +33,17 @@ class ClientFlops:
         return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
 
 
-def measure(network: ClientNetwork, method: Method) -> ClientFlops:
+def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
     """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
     # That module imports this one for ClientFlops.
-    from polyfed.engines.client.round import prepare
+    from polyfed.engines.client.round import set_modes
 
     device = next(network.parameters()).device
     x = torch.zeros(_SAMPLES, *method.task.input_shape, device=device)
     y = torch.zeros(_SAMPLES, dtype=torch.int64, device=device)
 
     def step(phase: Phase) -> None:
-        prepare(network, phase)
+        set_modes(network, phase)
         drawn = phase.draw(torch.Generator().manual_seed(0), _SAMPLES) if phase.draw else {}
         view = x if phase.views == 2 else None
         outcome = phase.loss(network, Batch(x, y, view=view, drawn={k: v.to(device) for k, v in drawn.items()}))

@@ -100,7 +100,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     """Minimise one phase's loss over the client's samples with SGD, whose state starts anew."""
     training, device = population.training, population.device
     result = PhaseResult()
-    groups = prepare(net, phase)
+    groups = set_modes(net, phase)
     single_allowed = not batch_norm_trains(net)
     bounded = [(parameter, phase.bounds[name]) for name, parameter in net.named_parameters() if name in phase.bounds]
     visited, total = 0, torch.zeros((), device=device)
@@ -195,7 +195,7 @@ def diverged(what: str, client: int, round: int, phase: str | None = None, how: 
     )
 
 
-def prepare(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
+def set_modes(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
     """Set the phase's modules to training and all others to evaluation and frozen; parameters by trained module.
 
     What its user froze or left in evaluation mode stays so.

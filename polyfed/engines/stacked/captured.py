@@ -1,4 +1,4 @@
-"""A cohort's step as one graph on the GPU, and the lane on which it runs; on a CPU, the step as it is."""
+"""A cohort's step as one graph on the GPU, and the stream on which it runs; on a CPU, the step as it is."""
 
 from __future__ import annotations
 
@@ -18,61 +18,64 @@ WORTH_A_SHAPE = 20
 """Steps of a smaller cohort from which capturing them costs less than to take them with all clients."""
 
 
-class Lane:
+class Stream:
     """Where the cohorts of one architecture train: on a GPU, beside those of other architectures.
 
-    A lane has a stream, so that small cohorts share the GPU instead of waiting for each other, and memory for what the
+    It has a CUDA stream, so that small cohorts share the GPU instead of waiting for each other, and memory for what the
     steps captured on it compute on the way; one for all of them, because only one runs at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = torch.cuda.graph_pool_handle() if self.stream else None
+        self.cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if self.cuda else None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, work is queued on this lane, after all work that was queued outside before."""
-        if self.stream is None:
+        """Inside, work is queued on this stream, after all work that was queued outside before."""
+        if self.cuda is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        self.cuda.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.cuda):
             yield
 
     def join(self) -> None:
-        """Work that is queued outside from now on comes after all of this lane's."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        """Work that is queued outside from now on comes after all of this stream's."""
+        if self.cuda is not None:
+            torch.cuda.current_stream().wait_stream(self.cuda)
 
     @contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Inside, work on this lane goes into a graph instead of being done."""
+        """Inside, work on this stream goes into a graph instead of being done."""
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph, pool=self._pool, stream=self.stream):
+        with capturing(graph, pool=self._pool, stream=self.cuda):
             yield graph
 
 
 class CapturedStep:
-    """A cohort's step; in its lane on a GPU it is captured once and then replayed for every batch.
+    """A cohort's step; on its stream on a GPU it is captured once and then replayed for every batch.
 
     Clients come in the order of their samples, so those that have finished are the last ones; when half of the cohort
     has finished, only the other half takes further steps. A batch that is short and may not be filled up is not worth
     a graph: such a step is taken as it is.
     """
 
-    def __init__(self, step: PhaseStep, lane: Lane, most_steps: int) -> None:
+    def __init__(self, step: PhaseStep, stream: Stream, most_steps: int) -> None:
         self.step = step
-        self._lane = lane
+        self._stream = stream
         self._most_steps = most_steps
         self._parts = {len(step.total): step}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._asked: Counter[int] = Counter()
-        self._begun = False
+        self._prepared = False
         self._inputs: State = {}
         self._number = torch.zeros(1, dtype=torch.int64, device=step.total.device)
 
     def run(self, plan: Plan) -> None:
         """Queue all steps of a plan, from a fresh optimiser state."""
+        if plan.active and not self._prepared:
+            self.step.prepare(plan.at(0))
+            self._prepared = True
         self.step.reset()
         self._load(plan)
         width = plan.inputs["rows"].shape[2]
@@ -83,12 +86,12 @@ class CapturedStep:
                 continue
             self.step.set_modes()
             self._take(count, samples)  # a warm-up that counts
-            if samples == width and self._lane.stream is not None:
+            if samples == width and self._stream.cuda is not None:
                 self._graphs[count] = self._capture(count, samples)
 
     def _capture(self, count: int, samples: int) -> torch.cuda.CUDAGraph:
         try:
-            with self._lane.capture() as graph:
+            with self._stream.capture() as graph:
                 self._take(count, samples)
             return graph
         except RuntimeError as error:
@@ -108,7 +111,6 @@ class CapturedStep:
         chosen = {name: t[:, :count].index_select(0, self._number)[0] for name, t in self._inputs.items()}
         self._parts[count]({name: tensor[:, :samples] for name, tensor in chosen.items()})
         self._number += 1
-        self._begun = True
 
     def _count(self, active: int) -> int:
         """How many clients take a step in which so many have a batch."""
@@ -117,8 +119,8 @@ class CapturedStep:
         if count in self._parts:
             return count
         self._asked[count] += 1
-        worth = self._lane.stream is None or self._asked[count] > WORTH_A_SHAPE
-        if not (worth and self._begun):  # the first step of all makes what parts share
+        worth = self._stream.cuda is None or self._asked[count] > WORTH_A_SHAPE
+        if not worth:
             return full
         self._parts[count] = self.step.leading(count)
         return count

@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
 # The fastest on an H200 of those that were tried, for filters of 5 × 5 on 3 and 16 channels.
 CONVOLVE = Tiles(128, 32, 4, 1)
-WEIGH = Tiles(64, 128, 4, 1)
+WEIGHT_GRADIENT = Tiles(64, 128, 4, 1)
 PROGRAMS = 528
 """Into how many the weights' gradients of all clients are cut, about: four for each multiprocessor of an H200."""
 COLUMNS = 64
@@ -76,22 +76,22 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> T
     return y
 
 
-def weigh(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) -> tuple[Tensor, Tensor]:
+def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) -> tuple[Tensor, Tensor]:
     """The gradients of weights and bias, from that of the result."""
     x, gradient = _in_reach(x), gradient.contiguous()
     clients, samples, channels, height, width = x.shape
     out, pixels = gradient.shape[2], samples * gradient[0, 0, 0].numel()
     depth = channels * kernel[0] * kernel[1]
-    block = min(WEIGH.depth, _power(depth))
-    columns, blocks = triton.cdiv(depth, block), triton.cdiv(pixels, WEIGH.pixels)
+    block = min(WEIGHT_GRADIENT.depth, _power(depth))
+    columns, blocks = triton.cdiv(depth, block), triton.cdiv(pixels, WEIGHT_GRADIENT.pixels)
     steps = triton.cdiv(blocks, max(1, PROGRAMS // (clients * columns)))
     parts = triton.cdiv(blocks, steps)
     # Parts are added up afterwards, in a fixed order, so that the same step gives the same numbers again.
     sums = torch.empty(parts, clients, out, depth + 1, device=x.device)
-    _weigh[(columns, clients, parts)](
+    _weight_gradient[(columns, clients, parts)](
         x, gradient, sums, samples, clients, steps, *x.stride(),
         channels, out, *kernel, *padding, height, width, _precision(),
-        WEIGH.pixels, block, _power(out), num_warps=WEIGH.warps, num_stages=WEIGH.stages,
+        WEIGHT_GRADIENT.pixels, block, _power(out), num_warps=WEIGHT_GRADIENT.warps, num_stages=WEIGHT_GRADIENT.stages,
     )  # fmt: skip
     total = sums.sum(0).to(x.dtype)
     return total[..., :-1].unflatten(2, (channels, *kernel)), total[..., -1]
@@ -212,7 +212,7 @@ def _convolve(
 
 
 @triton.jit(do_not_specialize=["samples", "clients", "steps"])
-def _weigh(
+def _weight_gradient(
     x, g, sums, samples, clients, steps, xn, xb, xc, xh, xw,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr,

@@ -168,7 +168,7 @@ class _WeightGradient(Function):
 
     @staticmethod
     def forward(x: Tensor, gradient: Tensor, *shape: Any) -> tuple[Tensor, Tensor]:
-        weight, bias = kernels().weigh(x[None], gradient[None], *shape)
+        weight, bias = kernels().weight_gradient(x[None], gradient[None], *shape)
         return weight[0], bias[0]
 
     @staticmethod
@@ -176,7 +176,7 @@ class _WeightGradient(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        return kernels().weigh(*stacked(info, in_dims, inputs)), (0, 0)
+        return kernels().weight_gradient(*stacked(info, in_dims, inputs)), (0, 0)
 
 
 class Pooling(Function):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polyfed.compute import precision
 from polyfed.data import Dataset
 from polyfed.engines.client.batches import augment
-from polyfed.engines.client.round import batch_norm_trains, prepare
+from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
@@ -79,11 +79,14 @@ def copy_states(targets: Sequence[State], sources: Sequence[State]) -> None:
 
 
 class PhaseStep:
-    """One step of one phase for a whole cohort: batch, loss, gradient, update, in place on stacked tensors."""
+    """One step of one phase for a whole cohort: batch, loss, gradient, update, in place on stacked tensors.
+
+    `prepare` comes before the first step, and before `leading` makes a step for a part of the cohort.
+    """
 
     def __init__(self, population: Population, network: ClientNetwork, phase: Phase, state: State) -> None:
         training = population.training
-        prepare(network, phase)
+        set_modes(network, phase)
         self.trained = {n: state[n] for n, p in network.named_parameters() if p.requires_grad}
         self.frozen = {name: tensor for name, tensor in state.items() if name not in self.trained}
         groups = [[n for n in self.trained if n.startswith(f"{module}.")] for module in phase.trains]
@@ -102,12 +105,28 @@ class PhaseStep:
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
         self.total = torch.zeros(size, device=population.device)
         self.sums: Tensor | None = None
-        self._unsure = training.weight_decay > 0
 
     def set_modes(self) -> None:
         """Set the network's modules to training or evaluation, as the phase wants them; others have changed them."""
-        prepare(self._network, self._phase)
+        set_modes(self._network, self._phase)
         self._network.requires_grad_(False)
+
+    def prepare(self, inputs: State) -> None:
+        """Learn from one client's first batch what all steps have in common; no state changes.
+
+        That is which parameters the loss depends on, where it matters, and the length of the vectors that it returns.
+        """
+        self.set_modes()
+        decays = self._training.weight_decay > 0
+        trained = {name: tensor.clone().requires_grad_(decays) for name, tensor in _first(self.trained).items()}
+        frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}  # batch norm would change it
+        with torch.set_grad_enabled(decays):
+            mean, seen = self._client_loss(trained, frozen, _first(self._batch(inputs)))
+        if decays:
+            self._leave_out_unreached(trained, mean)
+        if "vectors" in seen:
+            shape = (len(self.total), self._classes, seen["vectors"].shape[-1])
+            self.sums = torch.zeros(shape, device=self.total.device, dtype=torch.float64)
 
     def reset(self) -> None:
         """Start a phase anew."""
@@ -129,26 +148,19 @@ class PhaseStep:
         return part
 
     def __call__(self, inputs: State) -> None:
-        rows = inputs["rows"]
-        mask = rows >= 0
-        batch = self._batch(rows, inputs) | {"mask": mask}
-        if self._unsure:
-            self._leave_out_unreached(batch)
+        batch = self._batch(inputs)
         gradients, seen = for_each(self._gradient, self.trained, self.frozen, batch)
-        self._update(gradients, mask.any(1))
+        self._update(gradients, batch["mask"].any(1))
         self.total += seen["total"]
-        if "vectors" in seen:
-            vectors = seen["vectors"]
-            if self.sums is None:
-                shape = (len(rows), self._classes, vectors.shape[-1])
-                self.sums = torch.zeros(shape, device=vectors.device, dtype=torch.float64)
-            belongs = nn.functional.one_hot(batch["y"], self._classes) * mask[..., None]
-            self.sums += belongs.double().mT @ vectors.double()
+        if self.sums is not None:
+            belongs = nn.functional.one_hot(batch["y"], self._classes) * batch["mask"][..., None]
+            self.sums += belongs.double().mT @ seen["vectors"].double()
 
-    def _batch(self, rows: Tensor, inputs: State) -> State:
+    def _batch(self, inputs: State) -> State:
+        rows = inputs["rows"]
         flat = rows.clamp(min=0).flatten()
         x = self._dataset.normalise(self._dataset.images.index_select(0, flat))
-        batch = {"y": self._dataset.labels.index_select(0, flat).view_as(rows)}
+        batch = {"y": self._dataset.labels.index_select(0, flat).view_as(rows), "mask": rows >= 0}
         for view, name in (("first", "x"), ("second", "view")):
             draws = {n.removeprefix(f"{view}."): t.flatten(0, 1) for n, t in inputs.items() if n.startswith(f"{view}.")}
             if draws or name == "x":
@@ -171,18 +183,14 @@ class PhaseStep:
         outcome: tuple[Tensor, State] = self._loss.on({**trained, **frozen})(batch)
         return outcome
 
-    def _leave_out_unreached(self, batch: State) -> None:
+    def _leave_out_unreached(self, trained: State, mean: Tensor) -> None:
         """A parameter that the loss does not depend on has no gradient and does not decay either, as in the loop."""
-        trained = {name: tensor.clone().requires_grad_() for name, tensor in _first(self.trained).items()}
-        frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}  # batch norm would change it
-        mean, _ = self._client_loss(trained, frozen, _first(batch))
         gradients = torch.autograd.grad(mean, list(trained.values()), allow_unused=True)
         for name, gradient in zip(trained, gradients, strict=True):
             if gradient is None:
                 self.frozen[name] = self.trained.pop(name)
                 self.momentum.pop(name, None)
         self._groups = [[name for name in group if name in self.trained] for group in self._groups]
-        self._unsure = False
 
     def _update(self, gradients: State, active: Tensor) -> None:
         """SGD as torch.optim has it, for clients that have a batch in this step; a few kernels for all parameters."""
@@ -252,7 +260,7 @@ def normed_phases(network: ClientNetwork, phases: Sequence[Phase]) -> set[str]:
     """The phases in which batch norm trains."""
     found = set()
     for phase in phases:
-        prepare(network, phase)
+        set_modes(network, phase)
         if batch_norm_trains(network):
             found.add(phase.name)
     network.requires_grad_(False)

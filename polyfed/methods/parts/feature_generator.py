@@ -107,9 +107,9 @@ def train_generator(
 
 def teaching_loss(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     """Cross entropy of all heads [clients, batch, classes], each weighted by its share of a label's samples."""
-    shares = counts[:, labels] / counts[:, labels].sum(0).clamp(min=1)
+    weights = counts[:, labels] / counts[:, labels].sum(0).clamp(min=1)
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels.expand(len(logits), -1), reduction="none")
-    return (shares.float() * losses).sum(0)
+    return (weights.float() * losses).sum(0)
 
 
 def sameness(noise: Tensor, features: Tensor) -> Tensor:

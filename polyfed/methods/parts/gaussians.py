@@ -146,10 +146,10 @@ def draw(
     return means.float()[labels] + torch.cat(vectors).float().cpu(), labels
 
 
-def shares(counts: Tensor, total: int) -> Tensor:
+def in_proportion(counts: Tensor, total: int) -> Tensor:
     """Whole numbers in proportion to the counts that sum to the total exactly, by largest remainder.
 
-    >>> shares(torch.tensor([1, 0, 1, 1]), 10).tolist()
+    >>> in_proportion(torch.tensor([1, 0, 1, 1]), 10).tolist()
     [4, 0, 3, 3]
     """
     quotas = counts * total

@@ -20,7 +20,7 @@ class PrototypeMethod(Method):
     The server keeps its prototypes in `prototypes.vectors` and which of them exist in `prototypes.known`.
     """
 
-    shares = "class prototypes (mean features)"
+    sends = "class prototypes (mean features)"
     requires = ("features",)
     collect = Collect()
     kept_fresh = ("prototypes",)

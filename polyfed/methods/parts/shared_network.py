@@ -13,7 +13,7 @@ from polyfed.methods.parts.tools import module_state
 class SharedNetwork(Averaged):
     """Base of methods whose private networks learn through a homogeneous one, `net.shared`."""
 
-    shares = "a small common network"
+    sends = "a small common network"
     module = "shared"
     weighted = False
 

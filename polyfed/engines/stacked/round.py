@@ -1,4 +1,4 @@
-"""A cohort whose training in a round has been queued, and what comes out of it."""
+"""One round of a cohort: its training has been queued, and this is what comes out of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from polyfed.population import Population
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
-    """Clients in training; of the lists, one entry per phase."""
+class CohortRound:
+    """Clients whose training is queued; the lists have one entry per phase."""
 
     clients: list[int]
     stack: Stack

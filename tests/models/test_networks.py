@@ -1,4 +1,4 @@
-"""The networks of the papers have the numbers of parameters that the papers and their code state."""
+"""The networks by name: their layers, and the numbers of parameters that the papers and their code state."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from polyfed.models import (
     parameter_count,
     resolve,
 )
+from polyfed.models.networks import convolutional
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
 
@@ -200,3 +201,18 @@ def test_the_activation_of_the_proxy_extractor() -> None:
         ProxyExtractor(MNIST, activation="sigmoid")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="at least 1 filter"):
         ProxyExtractor(MNIST, filters=0)
+
+
+def test_relu_after_pooling_gives_the_numbers_of_relu_before() -> None:
+    torch.manual_seed(0)
+    network = convolutional((3, 32, 32), (4, 6), (20, 10), "cnn")
+    usual = nn.Sequential(
+        network.conv1, nn.ReLU(), nn.MaxPool2d(2), network.conv2, nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), network.fc1, nn.ReLU(), network.fc2, nn.ReLU(),
+    )  # fmt: skip
+    x = torch.randn(8, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    results = []
+    for net in (network, usual):
+        features = net(x)
+        results.append([features, *torch.autograd.grad(features.square().sum(), list(network.parameters()))])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))

@@ -12,27 +12,10 @@ from torch import nn
 from polyfed.addresses import load_object
 from polyfed.errors import InputError, unknown_name
 from polyfed.models.factories import FromFactory, FromInstance, factory_name
-from polyfed.models.features import Match, check_match, check_sizes
-from polyfed.models.groups import GROUP_TITLES, GROUPS, default_features
-from polyfed.models.heads import HEADS
-from polyfed.models.networks import NETWORKS, FromCatalogue
+from polyfed.models.layers import HEADS, Match, check_match, check_sizes
+from polyfed.models.networks import GROUPS, NETWORKS, FromCatalogue
 from polyfed.models.split import SplitNetwork
 from polyfed.seeds import numpy_generator
-
-__all__ = [
-    "GROUPS",
-    "GROUP_TITLES",
-    "HEADS",
-    "NETWORKS",
-    "Architecture",
-    "Assignment",
-    "Models",
-    "assign",
-    "default_features",
-    "parameter_count",
-    "resolve",
-    "smallest",
-]
 
 Assignment = Literal["cycle", "random"]
 

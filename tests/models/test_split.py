@@ -173,11 +173,11 @@ def test_deep_copies_share_no_storage() -> None:
 def test_a_split_network_is_used_as_it_is_once_checked() -> None:
     own = SplitNetwork(nn.Sequential(nn.Flatten(), nn.Linear(64, 6)), nn.Linear(6, CLASSES), 6)
     assert split_network(own, SHAPE, CLASSES).feature_size == 6
-    assert "already split with 6 features, but 5 are asked for" in failure(own, features=5)
+    assert "already split with 6 features, but features is set to 5" in failure(own, features=5)
     wrong = SplitNetwork(nn.Flatten(), nn.Linear(64, CLASSES), 6)
-    assert "gives features [2, 64] for 2 images, but it should give [2, 6]" in failure(wrong)
+    assert "returns features [2, 64] for 2 images, but it should return [2, 6]" in failure(wrong)
     wrong = SplitNetwork(nn.Flatten(), nn.Linear(64, 5), 64)
-    assert "gives logits [2, 5] for 2 images, but it should give [2, 3]" in failure(wrong)
+    assert "returns logits [2, 5] for 2 images, but it should return [2, 3]" in failure(wrong)
 
 
 def test_a_softmax_at_the_end_is_refused() -> None:
@@ -217,7 +217,7 @@ class CallsItTwice(nn.Module):
 
 
 def test_a_head_that_is_called_twice_is_refused() -> None:
-    assert "the two parts together give another output" in failure(CallsItTwice())
+    assert "the two parts together return a different output" in failure(CallsItTwice())
 
 
 def test_a_network_without_linear_layer_is_refused() -> None:
@@ -226,7 +226,7 @@ def test_a_network_without_linear_layer_is_refused() -> None:
 
 def test_the_wrong_number_of_classes_is_refused() -> None:
     sentence = failure(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), name="Mine")
-    assert sentence.startswith("Mine gives outputs of shape [batch, 10], but 3 classes need [batch, 3]")
+    assert sentence.startswith("Mine returns outputs of shape [batch, 10], but 3 classes need [batch, 3]")
     assert "last linear layer '1'" in sentence
 
 
@@ -256,7 +256,7 @@ def test_features_that_are_not_one_row_per_image_are_refused() -> None:
     unflattened = nn.Sequential()
     unflattened.add_module("top", nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
     sentence = failure(unflattened, head="top")
-    assert "its head 'top', which gets [2, 1, 8, 8] for 2 images: it must get one row of features" in sentence
+    assert "its head 'top', which receives [2, 1, 8, 8] for 2 images: it must receive one row of features" in sentence
 
 
 def test_an_output_that_is_not_a_tensor_is_refused() -> None:
@@ -264,7 +264,7 @@ def test_an_output_that_is_not_a_tensor_is_refused() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return super().forward(x), x
 
-    assert "gives a value of type tuple" in failure(Pair())
+    assert "returns a value of type tuple" in failure(Pair())
 
 
 @pytest.mark.parametrize(
