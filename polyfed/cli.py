@@ -28,7 +28,6 @@ from polyfed.config import (
     merged,
     named_by,
     normal_form,
-    parse_yaml,
     read_experiment,
     typed,
 )
@@ -40,6 +39,7 @@ from polyfed.report import tables
 from polyfed.report.progress import BarProgress, LineProgress, QuietProgress, bench_line, plain_console
 from polyfed.resuming import check_trusted
 from polyfed.server.federation import Interrupted, Watcher
+from polyfed.yaml_text import parse_yaml
 
 app = typer.Typer(
     help="Model-heterogeneous personalised federated learning.",

@@ -21,6 +21,7 @@ from polyfed.methods.base import Training
 from polyfed.models.architectures import Assignment
 from polyfed.models.layers import Match
 from polyfed.registry import ENGINES, Registry
+from polyfed.yaml_text import RepeatedKey, parse_yaml
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -302,44 +303,6 @@ def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, A
         name: None if name in optional and isinstance(value, str) and value.lower() == "none" else value
         for name, value in values.items()
     }
-
-
-def parse_yaml(text: str) -> Any:
-    """What a YAML text says, where 8:1:1 is a text.
-
-    >>> parse_yaml("split: 8:1:1")
-    {'split': '8:1:1'}
-    """
-    return yaml.load(text, _Loader)
-
-
-class RepeatedKey(yaml.YAMLError):
-    """A name stands twice in one mapping; YAML forbids that, but its reader takes the last without a word."""
-
-
-class _Loader(yaml.SafeLoader):
-    """The safe loader, but it doesn't read 8:1:1 as a number to base 60, as YAML 1.1 does, and no name twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        lines: dict[str, int] = {}
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = str(key.value).replace("-", "_")  # the same setting may be written in both ways
-            line = key.start_mark.line + 1
-            if name in lines:
-                raise RepeatedKey(f"gives '{key.value}' twice, in lines {lines[name]} and {line}")
-            lines[name] = line
-        return super().construct_mapping(node, deep=deep)
-
-
-def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    if ":" in node.value:
-        return node.value
-    is_float = node.tag.endswith("float")
-    return loader.construct_yaml_float(node) if is_float else loader.construct_yaml_int(node)
-
-
-for _kind in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
 
 
 def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
