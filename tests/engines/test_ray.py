@@ -25,6 +25,7 @@ from polyfed.errors import DivergedError, InputError, LostError, RunError
 from polyfed.message import Message
 from polyfed.server.federation import Federation, Watcher
 from tests import support
+from tests.engines.test_hosts import compare
 from tests.remote.test_remote import same_rows
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -238,6 +239,11 @@ def test_killed_workers_are_revived_and_change_no_bit(
     run.engine.close()
     assert ray.is_initialized()  # it was not ours
     assert len(RaySession(RaySettings()).nodes) == 2
+
+
+def test_a_host_of_the_engines_own_agrees_with_vectorized(tmp_path: Path, cluster: Any) -> None:
+    """The way of `test_a_gpu_host_agrees_with_vectorized`, without a GPU."""
+    compare(tmp_path, "cpu", {"hosts": 1, "gpus": 0})
 
 
 class Losing(Watcher):
