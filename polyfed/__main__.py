@@ -7,7 +7,7 @@ from types import FrameType
 
 def main() -> None:
     """Run `polyfed`."""
-    # An exception in the midst of an import is caught or turned into another one by some packages, so none is raised.
+    # An exception in the middle of an import is caught or turned into another one by some packages, so none is raised.
     before = signal.signal(signal.SIGINT, _stop)
     from polyfed.cli import main as run
 

@@ -1,8 +1,9 @@
-"""Objects of the user's own by their address, `package.module:name`, and whether their code may be run."""
+"""The user's own objects by their address, `package.module:name`, and whether their code may be run."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from polyfed.errors import InputError, first_line
+
+PYTHON = "python:"
+"""Marks data or networks that were passed as Python objects, in a run's record."""
+ADDRESS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 _allowed: ContextVar[Collection[str] | None] = ContextVar("allowed", default=None)
 """None: whatever settings name may be imported; otherwise only what is listed here."""
@@ -36,13 +41,24 @@ def is_trusted(what: str) -> bool:
 
 
 def load_trusted(address: str, what: str) -> object:
-    """What an address names, if the user has allowed to run its code."""
+    """What an address names, if the user allows its code to be run."""
     if not is_trusted(what):
         raise InputError(
             f"the {what} '{address}' is code that would be run: if you trust it, say so with --trust (in Python with "
             "trust=True)."
         )
     return load_object(address)
+
+
+def names_code(value: object) -> bool:
+    """Whether a setting holds an address, alone or in a list separated by commas.
+
+    >>> names_code("cnn5, nets:Small"), names_code("python:Small"), names_code("8:1:1"), names_code(None)
+    (True, False, False, False)
+    """
+    if not isinstance(value, str) or value.startswith(PYTHON):
+        return False
+    return any(ADDRESS.fullmatch(part.strip()) for part in value.split(","))
 
 
 def load_object(address: str) -> object:

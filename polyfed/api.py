@@ -1,4 +1,4 @@
-"""polyfed from Python: run an experiment, go on with one, read one back."""
+"""polyfed from Python: run an experiment, continue one, read one back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from polyfed.addresses import trusting
-from polyfed.assemble import PYTHON, assemble, facts
+from polyfed.addresses import PYTHON, trusting
+from polyfed.assemble import assemble, facts
 from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment, named_by
 from polyfed.data import Dataset, no_dataset
@@ -28,6 +28,7 @@ from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.population import Population
 from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import Restored, RunFolder
+from polyfed.records.claim import resume_command
 from polyfed.report.progress import watched
 from polyfed.resuming import changed_settings, check_trusted, differences, located
 from polyfed.server.federation import Federation, Watcher
@@ -82,8 +83,8 @@ class Result:
     def network(self, client: int) -> ClientNetwork:
         """A client's private model and what the method keeps beside it, in evaluation mode.
 
-        Where the method predicts by what the server knows (prototypes), it is what the server knew at the end, which
-        no client has received during the run.
+        Where the method predicts with what the server knows (prototypes), that is what the server knew at the end, and
+        no client received it during the run.
         """
         saved = self.folder.model_state(client)
         network = self.population.new_network(client).cpu()
@@ -108,10 +109,10 @@ class Result:
         return self.network(client).model
 
     def predict(self, client: int, x: Any) -> Prediction:
-        """What a client says of one image or many, by the method's own rule: classes, names, probabilities.
+        """What a client predicts for one image or many, by the method's own rule: classes, names, probabilities.
 
-        Images are raw (`uint8` arrays in any of the usual layouts, PIL pictures, lists of these), or floats as the
-        dataset's batches are, that is normalised.
+        Images are raw (`uint8` arrays in any of the usual layouts, PIL pictures, lists of these), or floats that are
+        normalised as the dataset's batches are.
         """
         dataset = self.population.dataset
         with torch.no_grad():
@@ -140,7 +141,7 @@ def run(
     name or a `Dataset` (`polyfed.from_arrays` makes one), `models` names, classes, factories or networks. `settings`
     are the fields of `polyfed.Experiment`, and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or
     a function that names one when the run begins; without it the folder is temporary and lives as long as the result.
-    On a terminal and in a notebook a bar shows how the run goes on, unless `progress` is False or a `watcher` is told.
+    On a terminal and in a notebook a bar shows the progress, unless `progress` is False or there is a `watcher`.
 
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
@@ -189,11 +190,11 @@ def resume(
     repair: bool = False,
     trust: bool = False,
 ) -> Result:
-    """Go on with an unfinished run; a finished one is only read. `data` and `models` as they were if from Python.
+    """Continue an unfinished run; a finished one is only read. Pass `data` and `models` again if they came from Python.
 
-    `rounds` lets the run, finished or not, go on to that many. `from_round` goes back to the checkpoint of that round,
-    from which on other `settings` of the training or the method may hold. `repair` lets clients whose states are lost
-    start from their first weights. `trust` allows to import the code that the run's settings name.
+    `rounds` lets the run, finished or not, continue to that many. `from_round` goes back to the checkpoint of that
+    round. `settings` of the training or the method may change from there. `repair` lets clients whose states are lost
+    start from their initial weights. `trust` allows polyfed to import the code that the run's settings name.
     """
     with watched(watcher, progress) as told:
         return _resume(path, data, models, told, rounds, from_round, settings or {}, repair=repair, trust=trust)
@@ -215,7 +216,7 @@ def _resume(
         raise no_dataset(data)
     if not isinstance(settings, Mapping):
         raise InputError(f"settings is {settings!r}, but must be a mapping, such as {{'training': {{'lr': 0.01}}}}.")
-    if not isinstance(from_round, int | None):
+    if not isinstance(from_round, int | None) or isinstance(from_round, bool):
         raise InputError(f"from (the round to go back to) is {from_round!r}, but must be a whole number at least 0.")
     folder = RunFolder.open(Path(path))
     before = folder.read_config(trust=trust)
@@ -233,7 +234,7 @@ def _resume(
     if folder.finished and not longer:
         if rounds not in (None, before.rounds) or from_round is not None or settings:
             raise InputError(
-                f"the run in '{path}' is finished, after round {before.rounds}: it can only go on to more rounds "
+                f"the run in '{path}' is finished, after round {before.rounds}: it can only continue to more rounds "
                 f"(--rounds {2 * before.rounds}), or run again from its config.yaml."
             )
         folder.tidy()
@@ -276,8 +277,11 @@ def _go(
     with explained(folder, config):
         saved, problems = folder.restore(from_round, repair=repair)
         _check_rounds(config, saved)
+        planned = folder.planned_rounds or (before or config).rounds
         if before is not None and before != config:
             folder.rewrite_config(config)
+        if planned != config.rounds:  # also if they were edited in config.yaml
+            folder.plan(config.rounds)
         budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
         settings = EngineSettings(config.workers, budget, config.tf32, config.ray)
         engine = new_engine(config.engine, population, settings)
@@ -285,7 +289,7 @@ def _go(
             federation = Federation(config, population.method, engine, folder, watcher, device=population.device)
             if saved is not None:
                 federation.restore(saved)
-            _record_start(federation, machine_name(population.device), before)
+            _record_start(federation, machine_name(population.device), before, planned)
             for problem in [*found, *problems]:
                 federation.note(problem)
             summary = federation.run()
@@ -302,8 +306,8 @@ def _check_rounds(config: Experiment, saved: Restored | None) -> None:
         )
 
 
-def _record_start(federation: Federation, machine: str, config_before: Experiment | None) -> None:
-    """Record where the run begins or goes on, and what is different from before."""
+def _record_start(federation: Federation, machine: str, config_before: Experiment | None, planned: int) -> None:
+    """Record where the run starts or continues, and what is different from before."""
     folder, start = federation.folder, federation.server.round
     earlier = folder.starts()
     folder.add_start(start, federation.engine.name, machine)
@@ -312,11 +316,11 @@ def _record_start(federation: Federation, machine: str, config_before: Experimen
     if config_before is not None:
         for change in differences(config_before, federation.config):
             federation.note(f"from round {start + 1} on, {change}")
-        if config_before.rounds != federation.config.rounds and federation.method.depends_on_rounds:
-            federation.note(
-                f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} "
-                "from the beginning would give other numbers"
-            )
+    if start and planned != federation.config.rounds and federation.method.depends_on_rounds:
+        federation.note(
+            f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} from "
+            "the beginning would give other numbers"
+        )
 
 
 @contextmanager
@@ -335,14 +339,15 @@ def enough_memory(what: str) -> Iterator[None]:
 
 @contextmanager
 def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
-    """Inside, what ends a run says how to go on with it."""
-    again = f"`polyfed resume {folder.path}`"
+    """Inside, an error that ends a run says how to continue it."""
+    command = resume_command(folder.path)
+    again = f"`{command}`"
     try:
         with enough_memory("the run"):
             yield
     except OSError as error:
         raise RunError(
-            f"the run can't go on: {error.strerror or error}; when that is mended, {again} continues from the last "
+            f"the run can't continue: {error.strerror or error}; when that is fixed, {again} continues from the last "
             "checkpoint."
         ) from error
     except LostError as error:
@@ -352,6 +357,6 @@ def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
         if not rounds:
             raise
         raise DivergedError(
-            f"{error} To go back, use `polyfed resume {folder.path} --from {rounds[0]} --set "
+            f"{error} To go back, use `{command} --from {rounds[0]} --set "
             f"training.lr={config.training.lr / 10:g}`; there are checkpoints of rounds {', '.join(map(str, rounds))}."
         ) from error

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from polyfed.addresses import PYTHON
 from polyfed.compute import physical_memory, set_precision
 from polyfed.config import Experiment
 from polyfed.data import (
@@ -36,12 +37,9 @@ from polyfed.population import Population
 from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
 
-PYTHON = "python:"
-"""Marks data or networks that were handed over as Python objects, in a run's record."""
-
 
 def assemble(config: Experiment, data: Dataset | None = None, models: Models | None = None) -> Population:
-    """The clients of an experiment; `data` and `models` stand in for what its config only names."""
+    """The clients of an experiment; `data` and `models` replace what its config only names."""
     device = find_device(config.device)
     set_precision(device, tf32=config.tf32)
     dataset = data or _named_data(config)
@@ -105,7 +103,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
 
 
 def facts(population: Population) -> dict[str, str]:
-    """What a run begins with beside its settings, in words: data, partition, networks."""
+    """What a run starts with besides its settings, in words: data, partition, networks."""
     dataset = population.dataset
     dealt = hashlib.blake2b(digest_size=8)
     for own in population.data.values():
@@ -120,7 +118,7 @@ def facts(population: Population) -> dict[str, str]:
 
 
 def _look(architecture: Architecture, example: SplitNetwork) -> str:
-    """What a network looks like, by its layers; with its weights if they were given and are not drawn."""
+    """A hash of a network's layers, and of its weights if they were given rather than drawn."""
     layers = "\n".join(f"{name} {type(layer).__name__}" for name, layer in example.named_modules())
     values = isinstance(architecture.maker, FromInstance)
     return _hash(example.state_dict(), values=values, layers=layers)
@@ -136,29 +134,29 @@ def _hash(tensors: Mapping[str, Tensor], *, values: bool, layers: str = "") -> s
 
 
 def _check_size(config: Experiment, dataset: Dataset) -> None:
-    """Refuse what can't be built on any machine, or not on this one, before it is tried."""
+    """Refuse what no machine can build, or this one can't, before trying."""
     if config.clients > len(dataset):
         raise InputError(
-            f"{config.clients} clients cannot share the {len(dataset)} samples of '{dataset.name}': take 1 to "
+            f"{config.clients} clients cannot share the {len(dataset)} samples of '{dataset.name}': use 1 to "
             f"{len(dataset)} clients."
         )
     if config.features is None:
         return
-    # A head's weights, as it is built, as the client's own, and their gradient.
+    # A head's weights when it is built, the client's own copy, and their gradient.
     needed, there = 3 * 4 * config.features * dataset.classes, physical_memory()
     if needed > there:
         most = there // (3 * 4 * dataset.classes)
         raise InputError(
-            f"features is {config.features}, but heads of so many features for {dataset.classes} classes take "
-            f"{needed / 1e9:.0f} GB, more than this machine has: take fewer (at most {most}; usual are 64 to 2048)."
+            f"features is {config.features}, but heads with that many features for {dataset.classes} classes need "
+            f"{needed / 1e9:.0f} GB, more than this machine has: use fewer (at most {most}; 64 to 2048 are usual)."
         )
 
 
 def _check_head_trains(method: type[Method], name: str, network: SplitNetwork) -> None:
     if "head" in method.requires and not any(parameter.requires_grad for parameter in network.head.parameters()):
         raise InputError(
-            f"{method.name} shares the head of every client's network, but that of {name} is frozen: leave its "
-            "parameters trainable (requires_grad=True), or take a method that shares something else."
+            f"{method.name} shares the head of every client's network, but the head of {name} is frozen: leave its "
+            "parameters trainable (requires_grad=True), or use a method that shares something else."
         )
 
 
@@ -169,7 +167,7 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
-            raise RuntimeError(f"no computing on {device.type}")
+            raise RuntimeError(f"can't compute on {device.type}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(
@@ -181,7 +179,7 @@ def find_device(name: str) -> torch.device:
 def _named_data(config: Experiment) -> Dataset:
     if config.data.startswith(PYTHON):
         raise InputError(
-            f"the data '{config.data.removeprefix(PYTHON)}' came from Python; hand it over again: "
+            f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "
             "polyfed.resume(run, data=…)."
         )
     return load_dataset(config.data, config.data_folder)
@@ -190,7 +188,7 @@ def _named_data(config: Experiment) -> Dataset:
 def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:
     if models is None and config.models.startswith(PYTHON):
         raise InputError(
-            f"the networks '{config.models.removeprefix(PYTHON)}' came from Python; hand them over again: "
+            f"the networks '{config.models.removeprefix(PYTHON)}' came from Python; pass them again: "
             "polyfed.resume(run, models=…)."
         )
     return resolve(config.models if models is None else models, config.head)
@@ -199,5 +197,5 @@ def _architectures(config: Experiment, models: Models | None) -> list[Architectu
 def _auxiliary(config: Experiment, architectures: Sequence[Architecture], dataset: Dataset) -> Architecture:
     if config.auxiliary is not None:
         found = resolve(config.auxiliary)[0]
-        return next((own for own in architectures if own.name == found.name), found)  # which knows its head
+        return next((own for own in architectures if own.name == found.name), found)  # one with its head known
     return smallest(architectures, dataset.input_shape, dataset.classes)

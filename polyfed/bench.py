@@ -28,7 +28,7 @@ from polyfed.server.training import eager
 CLASSES, IMAGES = 10, 640
 WARM_UP = 2
 SHAPES_SEEN = 30
-"""Rounds after which a GPU has met nearly all sizes of cohorts, where participants are drawn anew in every round."""
+"""Rounds after which a GPU has met nearly all sizes of cohorts, where new participants are drawn in every round."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Measurement:
     method: str
     engine: str
     seconds: float
-    """Of a round, without evaluation; the median of several."""
+    """For a round without evaluation; the median of several."""
     steps_per_second: float
     outside: float
     """Share of the round that is not training: messages, server, records."""
     warm_up: float
     """Seconds by which the first rounds together took longer: kernels are compiled and chosen, steps captured."""
     memory: int | None
-    """Peak bytes on the GPU; not told on a CPU, where it can't be told apart from what came before."""
+    """Peak bytes on the GPU; none on a CPU, where it can't be separated from what came before."""
     plain_seconds: float | None = None
     ratio: float | None = None
     """How many times faster than the plain loop."""
@@ -81,7 +81,7 @@ class Measurement:
 
 
 def noise(count: int) -> Dataset:
-    """So many CIFAR-sized random images."""
+    """This many CIFAR-sized random images."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     return Dataset("noise", images, torch.arange(count) % CLASSES, CLASSES, (0.5,) * 3, (0.25,) * 3)
@@ -94,7 +94,7 @@ def setting(case: Case, engine: str, device: str) -> tuple[Experiment, Populatio
         participation=(case.participants or case.clients) / case.clients, split="1:0:0", rounds=10_000, batch_size=64,
         lr=0.01, engine=engine, device=device, eval_every=10_000, checkpoint_every=10_000,
     )  # fmt: skip
-    # More than a hundred clients share images, to keep memory in bounds.
+    # More than a hundred clients share images, to limit memory.
     clients = assemble(config, noise(min(case.clients, 100) * IMAGES))
     blocks = torch.arange(len(clients.dataset)).split(IMAGES)
     none = torch.empty(0, dtype=torch.int64)
@@ -151,7 +151,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def silent(words: str) -> None:
-    """Say nothing of what is measured now."""
+    """Do not say what is measured now."""
 
 
 def _say_at(say: Callable[[str], None], place: str, words: str) -> None:
@@ -208,7 +208,7 @@ def plain_times(case: Case, device_name: str, participants: Sequence[Sequence[in
     device = find_device(device_name)
     if case.method == "standalone":
         one_round = plain_round(setting(case, "sequential", device_name)[1])
-        for everyone in participants:  # once before the clock runs, which builds the networks
+        for everyone in participants:  # once before the clock runs, to build the networks
             one_round(everyone)
         return [timed(partial(one_round, everyone), device) for everyone in participants]
     with federation(case, "sequential", device_name) as (run, _), eager():
@@ -228,7 +228,7 @@ def run_cases(
     on_gpu = find_device(device).type == "cuda"
     chosen = [c for c in CASES if (c.name.startswith(tuple(only)) if only else on_gpu or not c.cuda_only)]
     if not chosen:
-        raise InputError(f"no case begins with one of '{only}': the cases are a to f.")
+        raise InputError(f"no case starts with one of '{only}': the cases are a to f.")
     for number, case in enumerate(chosen, 1):
         place = f"measuring {number} of {len(chosen)}, {case.name}"
         yield measure(case, engine, device, say=partial(_say_at, say, place))

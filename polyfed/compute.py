@@ -16,7 +16,7 @@ import torch
 
 @contextmanager
 def compute_threads(number: int) -> Iterator[None]:
-    """Inside, every operation uses so many threads; with 1, only the thread it was called from."""
+    """Inside, every operation uses this many threads; with 1, only the thread it was called from."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -44,7 +44,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def set_precision(device: torch.device, *, tf32: bool) -> None:
-    """How precisely a GPU multiplies 32-bit floats; and let it try which of its convolutions is the fastest."""
+    """How precisely a GPU multiplies 32-bit floats; and let it find its fastest convolutions."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # streams and graphs belong to the current device
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -61,7 +61,7 @@ def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[obj
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """Inside, work on the GPU goes into the graph instead of being done."""
+    """Inside, work on the GPU is recorded in the graph instead of being done."""
     collects = gc.isenabled()
     gc.disable()  # it could find an old graph to destroy, which a capture does not survive
     try:

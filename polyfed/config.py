@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from polyfed.addresses import is_trusted, trusting
 from polyfed.data.given_test import TestSet
@@ -21,6 +21,7 @@ from polyfed.methods.base import Training
 from polyfed.models.architectures import Assignment
 from polyfed.models.layers import Match
 from polyfed.registry import ENGINES, Registry
+from polyfed.settings import Settings
 from polyfed.yaml_text import RepeatedKey, parse_yaml
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -38,10 +39,8 @@ SHORTCUTS = ("epochs", "batch_size", "lr")
 """Training settings that may stand at the top level of an experiment."""
 
 
-class RaySettings(BaseModel):
+class RaySettings(Settings):
     """Where the ray engine finds its hosts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str | None = Field(
         None, min_length=1, description="HOST:PORT of the cluster to join; none: start Ray on this machine"
@@ -50,7 +49,9 @@ class RaySettings(BaseModel):
         None, ge=1, description="processes that train clients; none: one per GPU, or per CPU and at most 8 on a machine"
     )
     cpus: int | None = Field(
-        None, ge=1, description="CPUs of each host, which trains as many clients at once; none: all, divided among them"
+        None,
+        ge=1,
+        description="CPUs of each host, which trains that many clients at once; none: all, shared evenly",
     )
     gpus: int | None = Field(
         None, ge=0, le=1, description="GPUs of each host; none: 1 if the device is a GPU, otherwise 0"
@@ -61,10 +62,8 @@ GROUPS: dict[str, type[BaseModel]] = {"training": Training, "ray": RaySettings}
 """Settings that are groups of settings."""
 
 
-class Experiment(BaseModel):
+class Experiment(Settings):
     """Everything that determines a run's numbers, and a few settings that do not."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     method: dict[str, Any] = Field(description="name and options of the method")
     data: str = Field("digits", description="a dataset's name, or npz:PATH")
@@ -178,7 +177,7 @@ class Experiment(BaseModel):
             raise InputError("an experiment is a mapping of names to values, such as 'method: fedproto'.")
         normal = normal_form(values)
         normal.pop("versions", None)
-        normal.setdefault("method", None)  # so that it is missed in words that say what to write
+        normal.setdefault("method", None)  # so that the error says what to write
         nested = {name: with_nones(model, normal[name]) for name, model in GROUPS.items()}
         return {**with_nones(cls, normal), **nested}
 
@@ -186,8 +185,8 @@ class Experiment(BaseModel):
     def _enough_participants(self) -> Experiment:
         if self.min_replies > self.participants:
             raise InputError(
-                f"min_replies is {self.min_replies}, but must be at most {self.participants}: so many of the "
-                f"{self.clients} clients take part in a round."
+                f"min_replies is {self.min_replies}, but must be at most {self.participants}, "
+                f"because that many of the {self.clients} clients take part in a round."
             )
         return self
 
@@ -202,19 +201,19 @@ class Experiment(BaseModel):
         return {name: value for name, value in self.method.items() if name != "name"}
 
     def to_yaml(self) -> str:
-        """The complete experiment, with the versions it ran on; `polyfed run` takes it back."""
+        """The complete experiment, with the versions it ran on; `polyfed run` reads it."""
         versions = {name: version(name) for name in ("polyfed", "torch", "torchvision", "numpy")}
         content = {**self.model_dump(mode="json"), "versions": {"python": platform.python_version(), **versions}}
         return yaml.safe_dump(content, sort_keys=False)
 
 
 def share_of(clients: int, participation: float) -> int:
-    """How many of so many clients take part: at least one."""
+    """How many of these clients take part: at least one."""
     return max(1, math.floor(participation * clients + 1e-9))
 
 
 def experiment(**values: Any) -> Experiment:
-    """A checked experiment; whatever is wrong is one sentence.
+    """A checked experiment; an error is one sentence.
 
     >>> experiment(method="fedproto", rounds=5, lr=0.1).training.lr
     0.1
@@ -238,7 +237,7 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         detail = " ".join(str(error).split())
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
-        raise InputError(f"'{path}' holds no experiment; it needs names and values, such as 'method: fedproto'.")
+        raise InputError(f"'{path}' is not an experiment; it needs names and values, such as 'method: fedproto'.")
     with trusting(trust, named_by(changes)):
         return experiment(**merged(content, changes))
 
@@ -252,7 +251,7 @@ def named_by(changes: Mapping[str, Any]) -> set[str]:
 
 
 def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with changes laid over it; options of the method and settings in groups are replaced one by one.
+    """The content with the changes applied; options of the method and settings in groups are replaced one by one.
 
     >>> merged({"method": "fedproto", "lr": 0.1}, {"training": {"lr": 0.2}})
     {'method': {'name': 'fedproto'}, 'training': {'lr': 0.2}, 'ray': {}}
@@ -297,7 +296,7 @@ def _group(flat: dict[str, Any], name: str, example: str) -> dict[str, Any]:
 
 
 def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The word none as no value where a setting may have none; YAML by itself knows only null."""
+    """Read the word none as no value where a setting may have none; YAML itself has only null."""
     optional = {name for name, info in model.model_fields.items() if type(None) in get_args(info.annotation)}
     return {
         name: None if name in optional and isinstance(value, str) and value.lower() == "none" else value
@@ -312,7 +311,7 @@ def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
 def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> InputError:
     """The first complaint of a validation as one sentence that names the field, the value and what is allowed."""
     first = error.errors()[0]
-    # Behind a setting's name there may be the kind that a value was tried as, which says nothing to a user.
+    # After a setting's name, pydantic may add the type that it tried, which means nothing to a user.
     path = [str(part) for part in first["loc"]][: 2 if first["loc"][:1] and first["loc"][0] in GROUPS else 1]
     name = label.format(".".join(path) or "value")
     if first["type"] == "extra_forbidden":
@@ -331,7 +330,7 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
 
 
 def allowed(model: type[BaseModel], path: list[str], message: str) -> str:
-    """What a field takes, in words: its range or its choices."""
+    """What a field accepts, in words: its range or its choices."""
     for part in path[:-1]:
         nested = model.model_fields[part].annotation if part in model.model_fields else None
         if isinstance(nested, type) and issubclass(nested, BaseModel):
@@ -350,7 +349,7 @@ def typed(value: object) -> str:
 
 
 def describe_range(model: type[BaseModel], name: str) -> str:
-    """The values a field takes, in words.
+    """The values a field accepts, in words.
 
     >>> describe_range(Experiment, "participation"), describe_range(Experiment, "assignment")
     ('a number greater than 0 and at most 1', 'one of cycle, random')

@@ -22,15 +22,15 @@ class InputError(PolyfedError):
 
 
 class RunError(PolyfedError):
-    """A run that started could not go on."""
+    """A run that started could not continue."""
 
 
 class ClientError(RunError):
-    """Code that a client runs has failed: a network, a loss, a dataset. The cause is the error as it was."""
+    """Code that a client runs has failed: a network, a loss, a dataset. The cause is the original error."""
 
 
 class LostError(RunError):
-    """Clients' states are gone with the machine that held them; a checkpoint has them as they were."""
+    """Clients' states were lost with the machine that held them; a checkpoint has earlier ones."""
 
 
 class BadMessage(PolyfedError):
@@ -69,7 +69,7 @@ def clients_named(clients: Sequence[int]) -> str:
 
 
 def user_place(error: BaseException) -> str:
-    """Where in the user's own code an error arose, to be put behind what it says; empty if it was not there."""
+    """Where in the user's own code an error was raised, to append to a message; empty if it was raised elsewhere."""
     polyfed = str(Path(__file__).parent)
     libraries = (polyfed, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     frames = traceback.extract_tb(error.__traceback__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How many of a client's samples are predicted rightly, by each way to predict that the method has."""
+    """How many of a client's samples are predicted correctly, by each of the method's rules of prediction."""
 
     test: int
     validation: int

@@ -1,7 +1,7 @@
 """What travels between a client and the server: named tensors, counted, checked and turned into safe bytes.
 
 A message is the same object in a simulation and on a wire. Its floats are what papers call communication cost; labels
-and counts ride beside them as metadata and are never counted as floats. Bytes are safetensors, never pickle.
+and counts travel with them as metadata and are never counted as floats. Bytes are safetensors, never pickle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
 LARGEST_COUNT = 2**40
-"""Nobody has so many samples, and up to here sums and products of counts are exact in 64 bits."""
+"""Nobody has more samples, and up to here sums and products of counts are exact in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Message:
 
     @property
     def floats(self) -> int:
-        """How many numbers travel, metadata apart; of what is no plain tensor, none does."""
+        """How many numbers travel, without metadata; anything but a plain tensor counts as none."""
         return sum(tensor.numel() for tensor in self.tensors.values() if is_plain(tensor))
 
     @property
     def nbytes(self) -> int:
         """The length of `to_bytes()`; an empty message is not sent and costs nothing.
 
-        It never fails: what can't travel (sparse or meta tensors, say, or what is no tensor at all) counts nothing.
+        It never fails: what can't travel (sparse or meta tensors, or anything that is not a tensor) counts as nothing.
         """
         entries = {name: tensor for name, tensor in self._entries().items() if is_plain(tensor)}
         try:
@@ -80,9 +80,9 @@ class Message:
         return Message(tensors, metadata)
 
     def snapshot(self, unmoved: Collection[str] = ()) -> Message:
-        """A copy that shares no storage with anyone's live state, on the CPU but for the tensors named.
+        """A copy that shares no storage with anyone's live state, on the CPU except for the tensors named.
 
-        What is no plain tensor stays as it is: the check refuses it.
+        Anything but a plain tensor is left as it is: the check refuses it.
         """
 
         def copied(name: str, tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Message:
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether this is a tensor whose values lie in memory one by one: not sparse, nested, quantised or on `meta`."""
+    """Whether this is a tensor with all its values in memory: not sparse, nested, quantised or on `meta`."""
     return (
         isinstance(tensor, Tensor)
         and tensor.layout == torch.strided
@@ -115,7 +115,7 @@ def is_plain(tensor: object) -> bool:
 
 def largest(tensors: Iterable[Tensor]) -> Tensor:
     """The largest absolute value in all of these tensors, NaN if there is one; zero if they are empty."""
-    # The extremes are found many times faster than every value is looked at by isfinite, and without a copy.
+    # Finding the extremes is many times faster than isfinite on every value, and needs no copy.
     extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
     return torch.stack(extremes).abs().max() if extremes else torch.zeros(())
 
@@ -148,7 +148,7 @@ def state_size(state: Mapping[str, Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Floats:
-    """A float32 tensor of this shape with finite values; a word stands for a size that the sender chooses."""
+    """A float32 tensor of this shape with finite values; a name stands for a size that the sender chooses."""
 
     shape: tuple[int | str, ...]
     optional: bool = False
@@ -158,7 +158,7 @@ class Floats:
 
 @dataclass(frozen=True)
 class Labels:
-    """Class labels, each at most once, in rising order; `size` names how many there are."""
+    """Class labels, each at most once, in ascending order; `size` names how many there are."""
 
     classes: int
     size: str = "seen"
@@ -167,7 +167,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Counts:
-    """Sample counts of at least one, and not beyond all sense."""
+    """Sample counts of at least one and at most `LARGEST_COUNT`."""
 
     shape: tuple[int | str, ...]
     optional: bool = False
@@ -185,7 +185,7 @@ class Schema:
     metadata: Mapping[str, Labels | Counts] = field(default_factory=dict)
 
     def check(self, message: Message) -> None:
-        """Raise unless the message has exactly these entries, of these shapes and types, with sound values."""
+        """Raise unless the message has exactly these entries, of these shapes and types, with valid values."""
         sizes: dict[str, int] = {}
         _check_names("tensor", message.tensors, self.tensors)
         _check_names("metadata entry", message.metadata, self.metadata)
@@ -242,4 +242,4 @@ def _check_labels(name: str, labels: Tensor, classes: int) -> None:
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise BadMessage(f"'{name}' holds a class outside 0..{classes - 1}.")
     if bool((labels[1:] <= labels[:-1]).any()):
-        raise BadMessage(f"'{name}' is not in rising order without repetition.")
+        raise BadMessage(f"'{name}' is not in ascending order without repetition.")

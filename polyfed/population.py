@@ -25,19 +25,19 @@ class Population:
 
     dataset: Dataset
     data: Mapping[int, ClientData]
-    """By the clients' numbers; this process may have only some of a federation's clients."""
+    """By client number; this process may have only some of a federation's clients."""
     architectures: Mapping[int, Architecture]
     method: Method
     seed: int
     device: torch.device
     networks: Mapping[str, Profile] = field(default_factory=dict)
-    """By architecture, what is to be said of its network."""
+    """By architecture, the profile of its network."""
     looks: Mapping[str, str] = field(default_factory=dict)
     """By architecture, a hash of its state's names, shapes and types."""
     own_start: bool = False
-    """Every client starts from weights of its own; otherwise clients of one architecture start alike."""
+    """Every client starts from its own weights; otherwise clients of one architecture start from the same ones."""
     test_set: str = "none"
-    """What became of the dataset's own test set: apart, pooled, or none if it has none."""
+    """How the dataset's own test set is used: apart, pooled, or none if it has none."""
     notes: Sequence[str] = ()
     """Remarks on the data, for the run's record."""
     draws: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ class Population:
 
     @property
     def clients(self) -> list[int]:
-        """The clients' numbers, in rising order."""
+        """The clients' numbers, in ascending order."""
         return sorted(self.data)
 
     @cached_property
@@ -77,25 +77,25 @@ class Population:
         return self.dataset.labels.cpu()
 
     def knowledge(self, client: int, round: int) -> Knowledge:
-        """What the client knows of its data in that round."""
+        """What the client knows about its data in that round."""
         return Knowledge(self.counts[client], round)
 
     def on_device(self) -> Population:
-        """The same clients with all images on the compute device, so that a batch is one look-up there."""
+        """The same clients with all images on the compute device, so that a batch is one lookup there."""
         moved = replace(
             self.dataset, images=self.dataset.images.to(self.device), labels=self.dataset.labels.to(self.device)
         )
         return replace(self, dataset=moved)
 
     def new_network(self, client: int) -> ClientNetwork:
-        """The client's network with its first weights."""
+        """The client's network with its initial weights."""
         model = self.task.new_model(self.architectures[client], variant=client if self.own_start else "shared")
         with seeded(self.seed, "initial", "method"):
             network = ClientNetwork(model, self.method.client_modules(model))
         return network.to(self.device)
 
     def profile(self, client: int) -> Profile:
-        """All that is to be said of a client."""
+        """A client's profile."""
         own = self.data[client]
         return replace(
             self.networks[self.architectures[client].name],
@@ -107,7 +107,7 @@ class Population:
         )
 
     def slice(self, clients: Iterable[int]) -> Population:
-        """Only these clients, with only their samples: what a host needs that has no others."""
+        """Only these clients, with only their samples: what a host of these clients needs."""
         chosen = sorted(clients)
         parts = [part for client in chosen for part in self.data[client].parts]
         rows = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
@@ -120,7 +120,7 @@ class Population:
         )
 
     def is_ours(self, client: int) -> bool:
-        """Whether the method and the client's network are polyfed's own, so that it is known what their code does."""
+        """Whether the method and the client's network are polyfed's own, and so their code is known."""
         own_network = isinstance(self.architectures[client].maker, FromCatalogue)
         return own_network and type(self.method).__module__.startswith("polyfed.methods.")
 

@@ -1,4 +1,4 @@
-"""What a client says of images: classes, their names, and how probable each class is."""
+"""What a client predicts for images: classes, their names, and how probable each class is."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Prediction:
     classes: Tensor
     """`int64` [images]: the most probable class of each."""
     names: list[str]
-    """The same by name; classes without names are called by their numbers."""
+    """The same by name; a class without a name is called by its number."""
     probabilities: Tensor
-    """`float32` [images, classes]: the softmax of the rule's scores; 0 for a class of which the rule knows nothing."""
+    """`float32` [images, classes]: the softmax of the rule's scores; 0 for a class that the rule does not know."""
 
     def __len__(self) -> int:
         return len(self.classes)
@@ -35,7 +35,7 @@ class Prediction:
 
 
 def prediction(scores: Tensor, dataset: Dataset) -> Prediction:
-    """Classes, names and probabilities from scores [images, classes]; −inf marks a class that is unknown."""
+    """Classes, names and probabilities from scores [images, classes]; −inf marks an unknown class."""
     classes = scores.argmax(1)
     names = [dataset.class_names[label] if dataset.class_names else str(label) for label in classes.tolist()]
     return Prediction(classes, names, scores.softmax(1))
@@ -47,7 +47,7 @@ def as_input(x: Any, dataset: Dataset) -> Tensor:
     shape = dataset.input_shape
     if tensor.dtype == torch.uint8 and dataset.images.dtype != torch.uint8:
         raise InputError(
-            f"the run trained on float data ('{dataset.name}'), which are used as they are: give floats that were "
+            f"the run trained on float data ('{dataset.name}'), which is used as it is: give floats that were "
             f"prepared in the same way, not uint8."
         )
     if tensor.dtype == torch.uint8:
@@ -95,20 +95,20 @@ def _arranged(pixels: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _check_normalised(batch: Tensor, dataset: Dataset) -> None:
-    """Floats for a network that was trained on pixels lie where normalised pixels do."""
+    """Check that floats for a network trained on pixels lie in the range of normalised pixels."""
     low = min(-mean / std for mean, std in zip(dataset.mean, dataset.std, strict=True))
     high = max((1 - mean) / std for mean, std in zip(dataset.mean, dataset.std, strict=True))
     least, most = float(batch.min()), float(batch.max())
     if not (low - 1e-3 <= least and most <= high + 1e-3):
         raise InputError(
-            f"float images must be normalised like '{dataset.name}', from {low:.4g} to {high:.4g}, but these go from "
-            f"{least:.4g} to {most:.4g}: give raw pixels as uint8, or normalise them by "
+            f"float images must be normalised like '{dataset.name}', from {low:.4g} to {high:.4g}, but these are "
+            f"from {least:.4g} to {most:.4g}: give raw pixels as uint8, or normalise them with "
             f"result.population.dataset.normalise."
         )
 
 
 def _wrong_shape(tensor: Tensor, shape: tuple[int, ...]) -> InputError:
     return InputError(
-        f"images of shape {tuple(tensor.shape)} can't be predicted: the run's have the shape {shape}, so give one of "
-        f"these, or many as (images, {', '.join(map(str, shape))})."
+        f"images of shape {tuple(tensor.shape)} can't be predicted: the run's have the shape {shape}, so give one such "
+        f"image, or many as (images, {', '.join(map(str, shape))})."
     )

@@ -1,4 +1,4 @@
-"""What a client tells of itself when it joins, and whether clients fit together."""
+"""What a client tells the server when it joins, and whether clients fit together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyfed.models.frozen import rest_of
 
 @dataclass(frozen=True)
 class Profile:
-    """A client as the server knows it. None stands for what the client keeps to itself."""
+    """A client as the server knows it. None stands for what the client does not tell."""
 
     name: str = ""
     network: str | None = None
@@ -26,14 +26,14 @@ class Profile:
     frozen: str | None = None
     """Which parameters of the head are frozen."""
     classes: tuple[int, ...] | None = None
-    """The classes of which it has training samples, in rising order."""
+    """The classes with training samples, in ascending order."""
     parameters: int | None = None
     train_samples: int | None = None
     validation_samples: int | None = None
     test_samples: int | None = None
 
     def told_for(self, method: Method) -> Profile:
-        """Only what the method needs to know of a client; everything else stays with it."""
+        """Only what the method needs to know about a client; everything else stays with the client."""
         shares_head = "head" in method.requires
         return Profile(
             self.name,
@@ -56,7 +56,7 @@ class Profile:
 
 
 def network_profile(name: str, network: SplitNetwork) -> Profile:
-    """What is to be said of a network."""
+    """A network's part of a profile."""
     head = " and ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in network.head.state_dict().items())
     return Profile(
         network=name,
@@ -68,10 +68,10 @@ def network_profile(name: str, network: SplitNetwork) -> Profile:
 
 
 def check_common(method: type[Method], profiles: Mapping[int, Profile]) -> None:
-    """Raise unless the clients have in common what the method needs; the error names clients and the difference."""
+    """Raise unless the clients have in common what the method needs; the error names the clients and the difference."""
     alike = len({profile.features for profile in profiles.values()}) == 1
     head_remedy = (
-        "choose networks whose heads are alike, such as one linear layer with a bias each"
+        "choose networks with the same kind of head, such as one linear layer with a bias"
         if alike
         else "choose networks with equal heads, or bring them to one number of features (--features 500)"
     )
@@ -109,6 +109,6 @@ def _clients(numbers: Sequence[int], profiles: Mapping[int, Profile]) -> str:
 
 
 def samples_known(profiles: Iterable[Profile]) -> int | None:
-    """The most samples that a client trains on, if all tell."""
+    """The most samples that a client trains on, if all clients tell."""
     counts = [profile.train_samples for profile in profiles]
     return max((count for count in counts if count is not None), default=0) if None not in counts else None

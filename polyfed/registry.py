@@ -62,12 +62,12 @@ class Registry(MutableMapping[str, type[T]]):
         return [*self.reserved, *(name for name in self._classes if name in self.own)]
 
     def register(self, found: type[T]) -> str:
-        """Let a class of the user's own be found by its name, which is returned; a new class replaces an older one."""
+        """Register the user's own class under its name, which is returned; a new class replaces an older one."""
         name = self._name(found)
         if name in self.own and (name in self.reserved or self[name] is not found):
             raise InputError(
-                f"the {self.kind} {found.__name__} is called '{name}', as one of polyfed's own: give its class another "
-                "name."
+                f"the {self.kind} {found.__name__} is called '{name}', like one of polyfed's own: give its class "
+                "another name."
             )
         self[name] = self._complete(found)
         return name

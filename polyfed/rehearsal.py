@@ -1,7 +1,7 @@
-"""A try before round one: every kind of network computes each phase's loss on two samples, and predicts.
+"""A trial before round one: every kind of network computes each phase's loss on two samples, and predicts.
 
-What would fail, or silently train nothing, in the middle of a run is said before there is a run. It also shows which
-networks draw from global generators.
+What would fail in the middle of a run, or silently train nothing, is reported before the run starts. The trial also
+shows which networks draw from global generators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polyfed.seeds import watched
 def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Population:
     """The same population, knowing which networks draw from global generators.
 
-    `models` has a network of each architecture, which this spends. Raises an `InputError` for what can't be trained.
+    `models` has a network of each architecture, whose state is lost. Raises an `InputError` for what can't be trained.
     """
     owners: dict[str, list[int]] = {}
     for client, architecture in population.architectures.items():
@@ -59,7 +59,7 @@ def _check_anything_travels(population: Population) -> None:
     if population.own_start and method.module == "model" and rest_of(population.task.new_model()).parameters:
         raise InputError(
             f"{method.name} averages networks, but their frozen layers would differ, because every client starts from "
-            "weights of its own: let them start alike (--set start=architecture)."
+            "its own weights: let all start from the same ones (--set start=architecture)."
         )
 
 
@@ -78,14 +78,14 @@ def _check_batches(population: Population, network: ClientNetwork, phase: Phase,
         return
     norm = f"({name}) would never take a step in phase '{phase.name}', because batch norm needs two samples in a batch"
     if population.training.batch_size == 1:
-        raise InputError(f"{clients_named(clients)} {norm}: take a batch size of at least 2 (--batch-size 2).")
+        raise InputError(f"{clients_named(clients)} {norm}: use a batch size of at least 2 (--batch-size 2).")
     samples = {client: phase.edges(len(population.data[client].train)) for client in clients}
     alone = [client for client, (start, stop) in samples.items() if stop - start == 1]
     if alone:
         has = "has" if len(alone) == 1 else "each have"
         raise InputError(
             f"{clients_named(alone)} {norm} and {has} one sample to train on: ask for more samples per client "
-            "(--set min_samples=4), take fewer clients, or networks without batch norm."
+            "(--set min_samples=4), use fewer clients, or use networks without batch norm."
         )
 
 
@@ -134,7 +134,7 @@ def _try(population: Population, network: ClientNetwork, name: str) -> None:
 
 
 class _NotFeatures(Exception):
-    """An extractor gave something else than features; the message is its type."""
+    """An extractor gave something other than features; the message is its type."""
 
 
 def _features_only(module: nn.Module, inputs: object, output: object) -> None:

@@ -1,4 +1,4 @@
-"""Whether and how a run may go on: with which settings, with whose code, from which folder."""
+"""Whether and how a run may continue: with which settings, with whose code, from which folder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyfed.assemble import PYTHON
+from polyfed.addresses import PYTHON
 from polyfed.config import Experiment, experiment, merged
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown
 from polyfed.registry import ENGINES
 
 CHANGEABLE = ("training.", "method.")
-"""Settings that may change on the way if the user says so; others would make it another federation."""
+"""Settings that may change during a run if the user says so; others would make it another federation."""
 NPZ = "npz:"
 
 
@@ -27,8 +27,8 @@ def changed_settings(config: Experiment, rounds: int | None, changes: Mapping[st
         fixed = name == "method.name" or not name.startswith(CHANGEABLE)
         if fixed and before.get(name) != after[name]:
             raise InputError(
-                f"{name} can't change in the middle of a run: start a new one. Settings of training and of the method "
-                "can, and rounds, engine and device."
+                f"{name} can't change in the middle of a run: start a new one. Only settings of training and of the "
+                "method, rounds, engine and device can."
             )
     return changed
 
@@ -42,7 +42,7 @@ def differences(before: Experiment, after: Experiment) -> list[str]:
 def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Collection[str] = ()) -> None:
     """Raise if a file's settings name code to import and the user has not allowed it, or an engine that is not there.
 
-    `given`: which settings are the user's own word, not the file's.
+    `given`: which settings come from the user, not from the file.
     """
     models = [] if config.models.startswith(PYTHON) else config.models.split(",")
     named = {"models": models, "auxiliary": [config.auxiliary or ""], "engine": [config.engine]}
@@ -57,7 +57,7 @@ def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Colle
 
 
 def located(config: Experiment, began_in: Path) -> Experiment:
-    """The experiment with relative paths to its data as seen from where the run began, if they lead nowhere here."""
+    """The experiment with relative paths to its data resolved from where the run started, if they do not exist here."""
     changes: dict[str, Any] = {}
     if config.data.startswith(NPZ):
         path = Path(config.data.removeprefix(NPZ))

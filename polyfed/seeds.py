@@ -42,8 +42,8 @@ def numpy_generator(seed: int, *purpose: str | int) -> np.random.Generator:
 def seeded(seed: int, *purpose: str | int, device: torch.device | None = None) -> Iterator[None]:
     """Fix the global generators of torch, Python and numpy inside the block, and restore them afterwards.
 
-    Network initialisers know no others, and some networks draw from them in their forward; `device` is where. One
-    thread at a time: two that build networks at once would take draws from each other.
+    Network initialisers use only these, and some networks draw from them in `forward`, on `device`. One thread at a
+    time: two that build networks at once would use up each other's draws.
     """
     chosen = derive(seed, *purpose)
     devices = [device] if device is not None and device.type == "cuda" else []
@@ -56,7 +56,7 @@ def seeded(seed: int, *purpose: str | int, device: torch.device | None = None) -
 
 @contextmanager
 def watched() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether the block has drawn from a global generator; restores them afterwards."""
+    """Give a function that says whether the block has drawn from a global generator; restore them afterwards."""
     with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]), others_restored():
         before = _global_states()
         yield lambda: _global_states() != before
@@ -69,7 +69,7 @@ def _global_states() -> tuple[object, ...]:
 
 @contextmanager
 def others_restored() -> Iterator[None]:
-    """Put the global generators of Python and numpy back as they were before the block."""
+    """Restore the global generators of Python and numpy after the block."""
     python, numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield

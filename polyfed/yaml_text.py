@@ -8,7 +8,7 @@ import yaml
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text says, where 8:1:1 is a text.
+    """The content of a YAML text, where 8:1:1 is a string.
 
     >>> parse_yaml("split: 8:1:1")
     {'split': '8:1:1'}
@@ -17,11 +17,11 @@ def parse_yaml(text: str) -> Any:
 
 
 class RepeatedKey(yaml.YAMLError):
-    """A name stands twice in one mapping; YAML forbids that, but its reader takes the last without a word."""
+    """A name occurs twice in one mapping; YAML forbids that, but its reader silently uses the last one."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, but it doesn't read 8:1:1 as a number to base 60, as YAML 1.1 does, and no name twice."""
+    """The safe loader, except that 8:1:1 is not a number to base 60, as in YAML 1.1, and no name may occur twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         lines: dict[str, int] = {}

@@ -105,7 +105,7 @@ def test_clients_with_a_single_sample_are_no_problem(arrays: polyfed.Dataset) ->
 
 
 def test_a_run_in_which_nobody_could_be_tested_is_refused(arrays: polyfed.Dataset) -> None:
-    with pytest.raises(polyfed.InputError, match="no client would have a test sample.*take fewer clients"):
+    with pytest.raises(polyfed.InputError, match="no client would have a test sample.*use fewer clients"):
         polyfed.run("standalone", data=arrays, models=support.Wide, clients=120, partition="iid")
 
 

@@ -63,7 +63,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--models", "no.such.module:Net"), "can't be imported"),
         (("standalone", "--data", "digit"), "unknown dataset 'digit': did you mean 'digits'?"),
         (("standalone", "--data", "npz:missing.npz"), "missing.npz"),
-        (("standalone", "--classes-per-client", "11"), "classes_per_client is 11, .* 10 classes: take 1 to 10"),
+        (("standalone", "--classes-per-client", "11"), "classes_per_client is 11, .* 10 classes: use 1 to 10"),
         (("standalone", "--participation", "0"), "participation is 0, but must be a number greater than 0 and at"),
         (("standalone", "--clients", "100000"), "100000 clients cannot share the 1797 samples .* 1 to 1797"),
         (("standalone", "--rounds", "0"), "rounds is 0, but must be a whole number at least 1"),
@@ -82,7 +82,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--lr", "-1"), "training.lr is -1, but must be a number greater than 0"),
         (("standalone", "--partition", "dirichlett"), "must be one of shares, pathological, dirichlet, iid"),
         (("standalone", "--preset", "papers"), "unknown preset 'papers': did you mean 'paper'?"),
-        (("standalone", "--split", "8-1-1"), "split '8-1-1' is no ratio"),
+        (("standalone", "--split", "8-1-1"), "split '8-1-1' is not a ratio"),
         (("standalone", "--engine", "ray2"), "unknown engine 'ray2': did you mean 'ray'.* Known: auto, ray, seq"),
         (("standalone", "--device", "cuda:77"), "device is 'cuda:77', which this machine does not have"),
         (("standalone", "--device", "meta"), "device is 'meta', which this machine does not have"),
@@ -148,7 +148,7 @@ def test_quiet_prints_only_the_folder(shell: Shell) -> None:
     again = shell("run", "standalone", *SMALL, "--out", "here")
     assert again.status == 2
     assert is_one_sentence(again.error)
-    assert "'here' already holds a run; go on with `polyfed resume here`" in again.error
+    assert "'here' already holds a run; continue it with `polyfed resume here --trust`" in again.error
     assert shell("resume", "here", "--quiet") == Ended(0, "here\n", "")
     assert shell("resume", "here").output.startswith("This run is already finished.")
     folder = shell("run", "here")

@@ -104,7 +104,7 @@ def command(
             r"fails in training \(phase 'model'\) with standalone: name 'missing'",
         ),
         (("--models", f"{HERE}:Unused"), "whose output it does not use: its logits come from 'out', so .*head=out"),
-        (("--features", "1000000000"), "features is 1000000000, but heads of so many features .* GB"),
+        (("--features", "1000000000"), "features is 1000000000, but heads with that many features .* GB"),
         (("--clients", "1000000000"), "1000000000 clients cannot share the 1797 samples of 'digits'"),
         (("--models", f"{HERE}:TwoLayers", "--set", "head=a,b"), "head names 2 layers, but there are 1 networks"),
         (("--models", f"{HERE}:TwoLayers", "--set", "head={TwoLayer: a}"), "head 'TwoLayer': did you mean"),
@@ -242,7 +242,7 @@ def test_heads_from_python_survive_the_record(tmp_path: Path) -> None:
 def test_advice_on_heads_can_be_followed() -> None:
     """With equal features, asking for a number of features changes nothing."""
     models = resolve([support.Wide, TwoLayers], "out,classifier")
-    with pytest.raises(InputError, match="choose networks whose heads are alike") as caught:
+    with pytest.raises(InputError, match="choose networks with the same kind of head") as caught:
         support.population("lg-fedavg", models=models)
     assert "--features" not in str(caught.value)
 
@@ -271,7 +271,7 @@ def test_a_method_class_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
         result = polyfed.run(method, device="cpu", **settings)
         assert result.rounds.upload_floats.tolist() == [2 * 4]
         assert result.summary["method"] == "bias-only-test"
-    with pytest.raises(InputError, match="Nameless is called 'lg-fedavg', as one of polyfed's own"):
+    with pytest.raises(InputError, match="Nameless is called 'lg-fedavg', like one of polyfed's own"):
         polyfed.run(Nameless, device="cpu", **settings)
     with pytest.raises(InputError, match="use one run per method"):
         polyfed.run(["fedavg", "fedproto"], device="cpu", **settings)  # type: ignore[arg-type]

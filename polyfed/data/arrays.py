@@ -1,4 +1,4 @@
-"""Datasets from numpy arrays and torch tensors, checked so that nothing is taken for what it is not."""
+"""Datasets from numpy arrays and torch tensors, checked so that nothing is misread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def from_arrays(
 def join_arrays(
     x: Array, y: Array, x_test: Array | None, y_test: Array | None, name: str
 ) -> tuple[Tensor, Tensor, int]:
-    """Images and labels as a `Dataset` wants them, test samples last, and how many of these there are."""
+    """Images and labels in the form that a `Dataset` needs, test samples last, and the number of test samples."""
     if (x_test is None) != (y_test is None):
         raise InputError(f"dataset '{name}' has only one of x_test and y_test: give both or neither.")
     images, labels = _images(x, name), _labels(y, name)
@@ -63,7 +63,7 @@ def join_arrays(
     if test_images.dtype != images.dtype or test_images.shape[1:] != images.shape[1:]:
         raise InputError(
             f"dataset '{name}' has {images.dtype} training samples of shape {tuple(images.shape[1:])} but "
-            f"{test_images.dtype} test samples of shape {tuple(test_images.shape[1:])}: make them alike."
+            f"{test_images.dtype} test samples of shape {tuple(test_images.shape[1:])}: make them the same."
         )
     return torch.cat([images, test_images]), torch.cat([labels, test_labels]), len(test_labels)
 
@@ -95,8 +95,8 @@ def measured_dataset(
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel of `uint8` images [n, channels, height, width], scaled to [0, 1].
 
-    Counts how often each of the 256 values occurs, so no float copy of the images is made. A channel of one single
-    value gets the standard deviation 1, which keeps it finite.
+    Counts how often each of the 256 values occurs, so no float copy of the images is made. A channel with a
+    single value gets the standard deviation 1, so that results stay finite.
     """
     pixels, values = images.numpy(), np.arange(256) / 255
     counts = np.zeros((pixels.shape[1], 256), dtype=np.int64)
@@ -113,7 +113,7 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
 def channels_first(images: Tensor) -> Tensor:
     """`uint8` images as [n, channels, height, width], whichever of the usual layouts they have.
 
-    A last axis of 1 or 3 holds the channels; failing that a second axis of 1 or 3; failing that the shorter of both.
+    A last axis of 1 or 3 holds the channels; otherwise a second axis of 1 or 3; otherwise the shorter of the two.
     """
     if images.ndim == 3:
         return images.unsqueeze(1)
@@ -126,7 +126,7 @@ def channels_first(images: Tensor) -> Tensor:
 def layout_hint(dataset: Dataset) -> Iterator[None]:
     """If a network refuses samples inside, and these are float images in another layout, say that.
 
-    Float data are used as they are, because a user's own network may want them like that.
+    Float data are used as they are, because a user's own network may expect that.
     """
     try:
         yield
@@ -162,7 +162,7 @@ def _images(x: Array, name: str) -> Tensor:
 
 
 def _check_floats(tensor: Tensor, name: str) -> None:
-    """Float data are finite, and are no raw pixels, which would be used without normalisation."""
+    """Check that float data are finite, and are not raw pixels, which would be used without normalisation."""
     if tensor.ndim < 2:
         raise InputError(f"dataset '{name}' has float data of shape {tuple(tensor.shape)}: give [samples, …].")
     finite = torch.isfinite(tensor)
@@ -171,17 +171,17 @@ def _check_floats(tensor: Tensor, name: str) -> None:
         first = wrong[0].tolist()
         what = "NaN" if bool(torch.isnan(tensor[tuple(first)])) else "infinite"
         raise InputError(
-            f"dataset '{name}' has {len(wrong)} value(s) that are no finite numbers, the first (a value that is "
+            f"dataset '{name}' has {len(wrong)} value(s) that are not finite numbers, the first (a value that is "
             f"{what}) at index {first}: replace such values, or leave these samples out."
         )
     low, high = float(tensor.min()), float(tensor.max())
     images = tensor.ndim == 4 and bool({1, 3, 4} & {tensor.shape[1], tensor.shape[3]})
-    # Without an axis for channels it may be any table; one of whole numbers up to 255 is a grey image.
+    # Without an axis for channels it may be any table; whole numbers up to 255 mean a grey image.
     grey = tensor.ndim == 3 and min(tensor.shape[1:]) >= 8 and bool((tensor == tensor.round()).all())
     if low >= 0 and PIXELS_FROM < high <= 255 and (images or grey):
         raise InputError(
             f"dataset '{name}' has float images with values from {low:g} to {high:g}, which look like pixels of 0 to "
-            f"255: give them as uint8 (x.astype('uint8')), and they are normalised, or normalise them yourself."
+            f"255: give them as uint8 (x.astype('uint8')) to have them normalised, or normalise them yourself."
         )
 
 
@@ -192,8 +192,8 @@ def _labels(y: Array, name: str) -> Tensor:
         tensor = tensor.squeeze(1)
     if tensor.ndim == 2:
         raise InputError(
-            f"dataset '{name}' has labels of shape {tuple(tensor.shape)}: give one whole number per sample; of one-hot "
-            f"labels that is y.argmax(1)."
+            f"dataset '{name}' has labels of shape {tuple(tensor.shape)}: give one whole number per sample; for "
+            f"one-hot labels that is y.argmax(1)."
         )
     if tensor.ndim != 1 or tensor.is_complex():
         raise InputError(
@@ -212,14 +212,14 @@ def _labels(y: Array, name: str) -> Tensor:
 
 
 def _tensor(values: Array, what: str, name: str) -> Tensor:
-    """A tensor of its own on the CPU: the caller may change its array later, the dataset must not change with it."""
+    """A separate tensor on the CPU: the caller may change its array later, and the dataset must not change with it."""
     if isinstance(values, Tensor):
         return values.detach().to("cpu", copy=True)
     try:
         array = np.asarray(values)
     except ValueError:  # a list of arrays of different shapes
         raise InputError(
-            f"dataset '{name}' has {what} of different shapes: give one array, so resize the samples first."
+            f"dataset '{name}' has {what} of different shapes: resize the samples first, and give one array."
         ) from None
     if (
         what == "labels"
@@ -258,6 +258,6 @@ def _count_classes(labels: Tensor, name: str) -> int:
 def text_labels(name: str, example: str) -> InputError:
     """The error for labels that are words."""
     return InputError(
-        f"dataset '{name}' has labels that are texts, such as '{example}': number them first, such as by "
+        f"dataset '{name}' has labels that are text, such as '{example}': number them first, for example with "
         f"class_names, y = numpy.unique(texts, return_inverse=True)."
     )

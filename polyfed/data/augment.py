@@ -1,4 +1,4 @@
-"""Random changes of training images, drawn on the CPU and applied to a whole batch at once."""
+"""Random changes of training images, drawn on the CPU and applied to a batch at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyfed.errors import InputError
 class Augmentation:
     """Flip, erase and crop normalised images, in this order, as the released code of pFedES and FedSSA does.
 
-    Drawing and applying are apart: draws come from a generator on the CPU, so they are the same on every engine, and
+    Drawing and applying are separate: draws come from a generator on the CPU, so they are the same on every engine, and
     applying them is one gather on the images' device without a decision in Python, so it runs under `vmap`.
 
     >>> augmentation = Augmentation(erase=False)
@@ -53,9 +53,9 @@ class Augmentation:
         return draws
 
     def apply(self, images: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
-        """The images [count, channels, height, width] after their draws.
+        """The images [count, channels, height, width] with their draws applied.
 
-        Works backwards: for every pixel of the result it finds the pixel of the original, or that there is none.
+        Works backwards: for every pixel of the result it finds the pixel of the original, or finds that there is none.
         """
         count, channels, height, width = images.shape
         moved = {name: values.to(images.device).view(count, 1) for name, values in draws.items()}
@@ -70,7 +70,7 @@ class Augmentation:
             blank = blank | (in_rows.unsqueeze(2) & in_columns.unsqueeze(1))
         if self.flip:
             columns = torch.where(moved["flip"], width - 1 - columns, columns)
-        # What lies outside is blank anyway; it only needs some address inside.
+        # What lies outside is blank anyway; it only needs some valid index.
         sources = rows.clamp(0, height - 1).unsqueeze(2) * width + columns.clamp(0, width - 1).unsqueeze(1)
         sources = sources.view(count, 1, height * width).expand(count, channels, height * width)
         pixels = images.reshape(count, channels, height * width).gather(2, sources)

@@ -33,11 +33,11 @@ class Dataset:
     """Per channel, of pixels scaled to [0, 1]; empty for float data."""
     std: tuple[float, ...] = ()
     official_test: int = 0
-    """The last so many samples are the source's own test set; 0: it has none."""
+    """The last this many samples are the source's own test set; 0: it has none."""
     pools_test: bool = False
     """Whether that test set is by default pooled with the rest, as the papers do; otherwise nobody trains on it."""
     class_names: tuple[str, ...] = ()
-    """What the classes are called; empty: by their numbers."""
+    """The names of the classes; empty: their numbers."""
     _scalings: dict[torch.device, tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Dataset:
         if not 0 <= self.official_test < len(self.labels):
             raise InputError(
                 f"dataset '{self.name}' names {self.official_test} of its {len(self.labels)} samples as the official "
-                f"test set: that must be at least 0 and leave a sample for training."
+                f"test set: that must be at least 0 and leave at least one sample for training."
             )
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class ClientData:
 
 
 def _check_images(dataset: Dataset) -> None:
-    """Images have a known type, and pixels have as many means as channels."""
+    """Check that images have a known type, and pixels have as many means as channels."""
     images, name = dataset.images, dataset.name
     if images.ndim < 2 or len(images) == 0:
         raise InputError(f"dataset '{name}' has no samples: give at least one, not shape {tuple(images.shape)}.")
@@ -149,7 +149,7 @@ def _check_images(dataset: Dataset) -> None:
 
 
 def _check_labels(dataset: Dataset) -> None:
-    """One `int64` label per image, each of them a class."""
+    """Check that there is one `int64` label per image, each of them a class."""
     labels, name = dataset.labels, dataset.name
     if labels.dtype != torch.int64 or labels.shape != dataset.images.shape[:1]:
         raise InputError(

@@ -53,8 +53,8 @@ def _read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
     try:
         with path.open("rb") as file:
             start = file.read(6)
-        if start[:2] != b"PK":  # what every zip archive begins with; numpy would take anything else for a pickle
-            what = "holds a single array" if start == b"\x93NUMPY" else "is no npz archive, whatever its name says"
+        if start[:2] != b"PK":  # how every zip archive starts; numpy would read anything else as a pickle
+            what = "holds a single array" if start == b"\x93NUMPY" else "is not an npz archive, in spite of its name"
             raise InputError(f"{path} {what}: {remedy}.")
         # Without pickle: reading a file must never run code from it.
         with np.load(path, allow_pickle=False) as archive:
@@ -68,7 +68,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
 
 
 def save_npz(dataset: Dataset, path: Path | str) -> None:
-    """Write a dataset as the npz archive that `load_dataset` reads, to carry it to a machine without a network."""
+    """Write a dataset as the npz archive that `load_dataset` reads, for a machine without internet access."""
     images, labels = dataset.images.cpu().numpy(), dataset.labels.cpu().numpy()
     training = len(dataset) - dataset.official_test
     arrays = {"x_train": images[:training], "y_train": labels[:training]}
@@ -81,7 +81,7 @@ def save_npz(dataset: Dataset, path: Path | str) -> None:
 
 
 def find_idx_folder(folders: Sequence[Path]) -> Path | None:
-    """The first folder that holds all four idx files, packed or not."""
+    """The first folder that holds all four idx files, gzipped or not."""
     for folder in folders:
         if all(_idx_path(folder, file) for file in IDX_FILES):
             return folder
@@ -124,7 +124,7 @@ def read_class_folders(folder: Path, size: tuple[int, int], name: str) -> tuple[
 
 
 def read_picture(path: Path, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """One picture file as `uint8` [3, height, width], resized if its size is another."""
+    """One picture file as `uint8` [3, height, width], resized if it has another size."""
     try:
         with Image.open(path) as image:
             colours = image.convert("RGB")
@@ -137,11 +137,11 @@ def read_picture(path: Path, size: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first sentence of an error's own words, short enough to stand inside a sentence."""
+    """The first sentence of an error's own text, short enough for use inside a sentence."""
     words = " ".join(str(error).split()).split(". ")[0].rstrip(".") or type(error).__name__
     return words if len(words) <= 160 else words[:157] + "..."
 
 
 def _idx_path(folder: Path, file: str) -> Path | None:
-    """The file in that folder, packed or not."""
+    """The file in that folder, gzipped or not."""
     return next((path for path in (folder / file, folder / f"{file}.gz") if path.is_file()), None)

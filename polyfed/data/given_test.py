@@ -1,4 +1,4 @@
-"""What becomes of the test set that a dataset brings along: pooled with the other samples, or kept apart."""
+"""What happens to the test set that comes with a dataset: pooled with the other samples, or kept apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TestSet = Literal["auto", "apart", "pooled"]
 
 
 def chosen_test_set(dataset: Dataset, split: str, wish: str) -> Literal["apart", "pooled", "none"]:
-    """What a wish means for this dataset; none: the dataset brings no test set along."""
+    """What the setting means for this dataset; none: the dataset has no test set."""
     if wish not in get_args(TestSet):
         raise unknown_name("test_set", wish, get_args(TestSet))
     by_code = split.lower() == OFFICIAL_SPLIT
@@ -27,8 +27,8 @@ def chosen_test_set(dataset: Dataset, split: str, wish: str) -> Literal["apart",
     if not dataset.official_test:
         if wish == "apart":
             raise InputError(
-                f"test_set is apart, but '{dataset.name}' brings no test set along: leave test_set on auto, and each "
-                f"client's test samples are cut off by the split."
+                f"test_set is apart, but '{dataset.name}' comes without a test set: leave test_set on auto, and the "
+                f"split reserves test samples in each client."
             )
         return "none"
     if by_code or wish == "apart" or (wish == "auto" and not dataset.pools_test):
@@ -40,7 +40,7 @@ def deal_test_set(dataset: Dataset, owners: Integers, clients: int, generator: n
     """The owner of every sample of the test set, where `owners` are those of the training samples.
 
     The test samples of a class go to the clients that have training samples of it, in proportion to these, each to one
-    client; so a client's test samples have the mixture of its classes. Where shares are no whole numbers, clients that
+    client. So a client's test samples have the mixture of its classes. Where shares are not whole numbers, clients that
     have no test sample yet come first, then those that lack most of their share. Samples of a class that nobody has
     stay unused.
     """
@@ -51,8 +51,8 @@ def deal_test_set(dataset: Dataset, owners: Integers, clients: int, generator: n
     present = np.flatnonzero(held.sum(0) * given)
     if len(present) == 0:
         raise InputError(
-            f"no sample of the test set of '{dataset.name}' is of a class that a client trains on: give one with the "
-            f"classes of the training samples, or pool it with them (test_set: pooled)."
+            f"no sample of the test set of '{dataset.name}' is of a class that a client trains on: give one with "
+            f"the classes of the training samples, or pool it with them (test_set: pooled)."
         )
     exact = held * (given / np.maximum(held.sum(0), 1))
     sizes = np.zeros_like(held)
@@ -71,13 +71,13 @@ def deal_test_set(dataset: Dataset, owners: Integers, clients: int, generator: n
 
 
 def describe_test_set(dataset: Dataset, split: str, wish: str, data: list[ClientData]) -> list[str]:
-    """Remarks on what became of the test set, and on clients that have nothing to test on."""
+    """Remarks on how the test set is used, and on clients that have nothing to test on."""
     choice, given = chosen_test_set(dataset, split, wish), dataset.official_test
     notes = []
     if choice == "pooled":
         notes.append(
-            f"the {given} samples of the test set of '{dataset.name}' are pooled with the others and dealt out anew "
-            f"(test_set: apart would keep them for testing)"
+            f"the {given} samples of the test set of '{dataset.name}' are pooled with the others and "
+            f"distributed again (test_set: apart would keep them for testing)"
         )
     tested = sum(len(own.test) for own in data)
     if choice == "apart":
@@ -95,10 +95,10 @@ def describe_test_set(dataset: Dataset, split: str, wish: str, data: list[Client
 
 
 def check_tested(dataset: Dataset, split: str, data: list[ClientData]) -> None:
-    """Raise if the split has a test part and yet no client has a test sample: the run would have no accuracy at all."""
+    """Raise if the split has a test part but no client has a test sample: the run would have no accuracy."""
     if parse_split(split).test and all(len(own.test) == 0 for own in data):
         raise InputError(
-            f"no client would have a test sample, because {len(data)} clients share {len(dataset)} samples: take fewer "
+            f"no client would have a test sample, because {len(data)} clients share {len(dataset)} samples: use fewer "
             f"clients, so that each has at least 2 samples."
         )
 

@@ -15,7 +15,7 @@ NOBODY = -1
 
 
 def default_minimum(samples: int, clients: int) -> int:
-    """The least number of samples per client in PFLlib's partitions: 40, or half of an even share if that is less."""
+    """The fewest samples per client in PFLlib's partitions: 40, or half of an even share if that is less."""
     return max(1, min(40, samples // (2 * clients)))
 
 
@@ -24,7 +24,7 @@ class SharePlan:
     """Who gets which share of which class, as fractions: it can be applied to several pools of samples."""
 
     owners: dict[int, Integers]
-    """Per class that is given away, the clients that own a share of it."""
+    """Per class that is distributed, the clients that own a share of it."""
     shares: dict[int, NDArray[np.float64]]
     """Per class, these clients' shares; they sum to one."""
 
@@ -39,11 +39,11 @@ def plan_shares(
     high: float = 0.6,
     compat: bool = False,
 ) -> SharePlan:
-    """Draw each client's classes and its share of each, sizes of shares in proportion to draws from U(low, high).
+    """Draw each client's classes and its share of each, with sizes in proportion to draws from U(low, high).
 
-    Every class gets the same number of shares; where clients × classes per client is no multiple of the number of
-    classes, some classes drawn at random get one more. Clients one after another take classes of which most shares
-    are left, so that they all get different classes and no share stays over. With `compat` a client may take a class
+    Every class gets the same number of shares; where clients × classes per client is not a multiple of the number of
+    classes, some classes drawn at random get one more. One after another, clients get the classes with the most shares
+    left, so that each client has different classes and no share is left over. With `compat` a client may get a class
     twice, and only multiples are accepted.
     """
     wanted = clients * classes_per_client
@@ -52,7 +52,7 @@ def plan_shares(
     if compat and extra:
         raise InputError(
             f"compat needs clients × classes per client to be a multiple of the classes, but {clients} × "
-            f"{classes_per_client} is no multiple of {len(present)}: change one of them or leave compat out."
+            f"{classes_per_client} is not a multiple of {len(present)}: change one of them or leave compat out."
         )
     remaining[generator.permutation(len(present))[:extra]] += 1
     weights = [generator.uniform(low, high, size=count) for count in remaining]
@@ -70,7 +70,7 @@ def plan_shares(
 def share_owners(
     labels: Integers, pool: Integers, plan: SharePlan, generator: np.random.Generator, *, round_down: bool = False
 ) -> Integers:
-    """Apply a plan to the samples of a pool: each class is shuffled and cut in its owners' shares.
+    """Apply a plan to the samples of a pool: each class is shuffled and cut into its owners' shares.
 
     Each owner gets at least one sample where the pool has enough of the class. With `round_down` the sizes are the
     released code's: a few samples per class stay unused.
@@ -96,11 +96,11 @@ def pathological_owners(
     least: int,
     generator: np.random.Generator,
 ) -> Integers:
-    """PFLlib's pathological partition: class after class goes to the first clients that still want one.
+    """PFLlib's pathological partition: class after class goes to the first clients that still need one.
 
     So groups of clients own the same classes, and only the sizes are drawn: all but the last of a group get between a
-    tenth and the whole of an even share, the last gets the rest. Classes that nobody wants any more stay unused; where
-    the numbers do not fit, the last clients own fewer classes.
+    tenth and all of an even share, and the last gets the rest. Classes that are left over stay unused; where the
+    numbers do not fit, the last clients own fewer classes.
     """
     owners = np.full(len(labels), NOBODY, dtype=np.int64)
     quota = np.full(clients, classes_per_client)
@@ -130,7 +130,7 @@ def dirichlet_owners(
     owns at least `least` samples, a bounded number of times.
     """
     counts = np.bincount(labels, minlength=classes)
-    # Fewer attempts where one takes long, so that an impossible wish is answered within seconds.
+    # Fewer attempts where one takes long, so that an impossible setting is refused within seconds.
     attempts = int(np.clip(100_000_000 // (clients * classes), 50, 1000))
     for _ in range(attempts):
         sizes = _dirichlet_sizes(counts, clients, alpha, generator)
@@ -139,7 +139,7 @@ def dirichlet_owners(
     else:
         raise InputError(
             f"no Dirichlet draw with alpha {alpha} gave each of {clients} clients at least {least} samples in "
-            f"{attempts} attempts: raise alpha, lower min_samples (now {least}) or take fewer clients."
+            f"{attempts} attempts: raise alpha, lower min_samples (now {least}) or use fewer clients."
         )
     owners = np.empty(len(labels), dtype=np.int64)
     for label in range(classes):
@@ -168,7 +168,7 @@ def apportion(total: int, shares: NDArray[np.float64]) -> Integers:
 def too_few_samples(label: int, samples: int, owners: int) -> InputError:
     """The error for a class that cannot give each of its owners a sample."""
     return InputError(
-        f"class {label} has {samples} sample(s) for {owners} clients that should own some: take fewer clients or fewer "
+        f"class {label} has {samples} sample(s) for {owners} clients that should own some: use fewer clients or fewer "
         f"classes per client."
     )
 
@@ -176,14 +176,14 @@ def too_few_samples(label: int, samples: int, owners: int) -> InputError:
 def _choose_distinct(
     remaining: Integers, clients: int, classes_per_client: int, generator: np.random.Generator
 ) -> Integers:
-    """Each client's classes: those with most shares left, equals drawn at random, none twice.
+    """Each client's classes: those with the most shares left, ties drawn at random, none twice.
 
     Taking the largest first never runs into a dead end: no class can have more shares left than there are clients left.
     """
     remaining = remaining.copy()
     chosen = np.empty((clients, classes_per_client), dtype=np.int64)
     for client in range(clients):
-        # A draw below one decides among equal numbers of shares only.
+        # A draw below one only decides between equal numbers of shares.
         keys = remaining + generator.random(len(remaining))
         chosen[client] = np.argpartition(-keys, classes_per_client - 1)[:classes_per_client]
         remaining[chosen[client]] -= 1
@@ -193,7 +193,7 @@ def _choose_distinct(
 def _choose_with_repeats(
     remaining: Integers, clients: int, classes_per_client: int, generator: np.random.Generator
 ) -> Integers:
-    """The released code's choice: one class after another among those with most shares left, perhaps one twice."""
+    """The released code's choice: one class after another from those with the most shares left, perhaps one twice."""
     remaining = remaining.copy()
     chosen = np.empty(clients * classes_per_client, dtype=np.int64)
     for turn in range(len(chosen)):

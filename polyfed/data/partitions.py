@@ -2,7 +2,7 @@
 
 A partition is made in two steps. First every sample gets an owner (or none): one pure function per kind of partition
 (see `owners`). Then each client's samples are divided into training, validation and test samples (see `splits`). The
-two draw from generators of their own, so the owners do not depend on the split.
+two steps draw from separate generators, so the owners do not depend on the split.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def partition(
       parameter `alpha`; the smaller, the more uneven. Every sample is used.
     - `iid`: shuffled and cut evenly. Every sample is used.
 
-    `split` is a ratio train:validation:test or train:test, or a name of `SPLITS`. `test_set` says what becomes of the
-    test set that a dataset brings along: `pooled` with the other samples before anything is dealt out, or kept `apart`,
-    so that nobody trains on it; then each client gets its share of it, class by class, and of `split` only the ratio of
-    training to validation counts. `auto` is what the dataset itself says (`Dataset.pools_test`). The split
-    `released-code` keeps the test set apart in any case.
+    `split` is a ratio train:validation:test or train:test, or a name of `SPLITS`. `test_set` says how the test
+    set that comes with a dataset is used: `pooled` with the other samples before they are distributed, or kept `apart`,
+    so that nobody trains on it; then each client gets its share of it, class by class, and only the ratio of training
+    to validation in `split` counts. `auto` is what the dataset itself says (`Dataset.pools_test`). The split
+    `released-code` always keeps the test set apart.
 
-    `minimum` is the least number of samples a client may own (for training and validation, if the test set is kept
+    `minimum` is the smallest number of samples a client may own (for training and validation, if the test set is kept
     apart); None stands for `default_minimum` with dirichlet and for one sample otherwise. `compat` makes `shares`
     behave as the released code does: a client may draw a class twice, and a few samples per class stay unused because
     every share is rounded down.
@@ -151,7 +151,7 @@ def _official_parts(
     """
     if not dataset.official_test:
         raise InputError(
-            f"split '{OFFICIAL_SPLIT}' needs a dataset with an official test set, which '{dataset.name}' has not: give "
+            f"split '{OFFICIAL_SPLIT}' needs a dataset with an official test set, but '{dataset.name}' has none: give "
             f"a ratio such as {SPLITS[OFFICIAL_SPLIT]}."
         )
     training = len(labels) - dataset.official_test
@@ -171,11 +171,11 @@ def _official_parts(
 def _check(
     dataset: Dataset, samples: int, kind: str, clients: int, alpha: float, minimum: int | None, compat: bool
 ) -> None:
-    """What is wrong with the wish itself, before any draw; so many of the dataset's samples are dealt out."""
+    """Check the settings themselves, before any draw; `samples` is how many samples are distributed."""
     if clients < 1 or clients > samples:
         what = "samples" if samples == len(dataset) else "training samples"
         raise InputError(
-            f"{clients} clients cannot share the {samples} {what} of '{dataset.name}': take 1 to {samples} clients."
+            f"{clients} clients cannot share the {samples} {what} of '{dataset.name}': use 1 to {samples} clients."
         )
     if kind == "dirichlet" and not (math.isfinite(alpha) and alpha > 0):
         raise InputError(f"alpha is {alpha}: the partition dirichlet needs a number above 0, such as 0.1.")
@@ -191,13 +191,13 @@ def _check_classes_per_client(dataset: Dataset, labels: Integers, classes_per_cl
     present = len(np.unique(labels))
     if not 1 <= classes_per_client <= present:
         raise InputError(
-            f"classes_per_client is {classes_per_client}, but '{dataset.name}' has samples of {present} classes: take "
+            f"classes_per_client is {classes_per_client}, but '{dataset.name}' has samples of {present} classes: use "
             f"1 to {present}."
         )
 
 
 def _check_enough(labels: Integers, pool: Integers, plan: SharePlan) -> None:
-    """Every owner of a class can get a sample of it."""
+    """Check that every owner of a class can get a sample of it."""
     for label, takers in plan.owners.items():
         samples = int(np.count_nonzero(labels[pool] == label))
         if samples < len(takers):
@@ -205,29 +205,29 @@ def _check_enough(labels: Integers, pool: Integers, plan: SharePlan) -> None:
 
 
 def _check_sizes(owners: Integers, clients: int, least: int) -> None:
-    """No client is empty or smaller than asked for."""
+    """Check that no client has fewer samples than asked for."""
     sizes = np.bincount(owners[owners != NOBODY], minlength=clients)
     smallest = int(sizes.argmin())
     if sizes[smallest] < least:
         raise InputError(
-            f"client {smallest} of {clients} would own {sizes[smallest]} sample(s), fewer than {least}: take fewer "
+            f"client {smallest} of {clients} would own {sizes[smallest]} sample(s), fewer than {least}: use fewer "
             f"clients, another seed or a smaller min_samples."
         )
 
 
 def _check_official(owners: Integers, parts: Integers, clients: int) -> None:
-    """Every client can train and test on what the pools gave it."""
+    """Check that every client can train and test on what the pools gave it."""
     for part, words in ((TRAIN, "training"), (TEST, "test")):
         sizes = np.bincount(owners[(owners != NOBODY) & (parts == part)], minlength=clients)
         if sizes.min() == 0:
             raise InputError(
-                f"client {int(sizes.argmin())} of {clients} would own no {words} sample: take fewer clients or a ratio "
-                f"such as {SPLITS[OFFICIAL_SPLIT]} as split."
+                f"client {int(sizes.argmin())} of {clients} would own no {words} sample: use fewer clients, or a ratio "
+                f"such as {SPLITS[OFFICIAL_SPLIT]} as the split."
             )
 
 
 def _client_data(owners: Integers, parts: Integers, clients: int) -> list[ClientData]:
-    """Each client's indices, in ascending order, as tensors of their own (a view would carry all of them along)."""
+    """Each client's indices, in ascending order, as separate tensors (a view would keep all of them in memory)."""
     used = np.flatnonzero(owners != NOBODY)
     places = owners[used] * 3 + parts[used]
     indices = used[np.argsort(places, kind="stable")]

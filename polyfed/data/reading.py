@@ -1,4 +1,4 @@
-"""Reading what takes long: someone may listen how it goes on, and what was decoded once is kept beside its source."""
+"""Slow reading: a listener is told about its progress, and what was decoded once is kept beside its source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside, the listener is told how reading goes on."""
+    """Inside, the listener is told about the progress of reading."""
     token = _listener.set(listener)
     try:
         yield
@@ -36,7 +36,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def read_many(read: Callable[[Item], Result], items: Sequence[Item], what: str) -> list[Result]:
-    """Read many pictures, several at a time: decoding leaves Python free meanwhile."""
+    """Read many pictures, several at a time: decoding releases Python's lock."""
     tell, step = _listener.get() or (lambda *_: None), max(1, len(items) // 100)
     results: list[Result] = []
     pool = ThreadPoolExecutor()
@@ -47,7 +47,7 @@ def read_many(read: Callable[[Item], Result], items: Sequence[Item], what: str) 
             if len(results) % step == 0 or len(results) == len(items):
                 tell(what, len(results), len(items))
     finally:
-        pool.shutdown(cancel_futures=True)  # what is interrupted does not read on to the end
+        pool.shutdown(cancel_futures=True)  # an interrupted read does not continue to the end
     return results
 
 
@@ -58,8 +58,8 @@ Decoded = tuple[Tensor, Tensor, int]
 def decoded_once(source: Path, size: tuple[int, int], decode: Callable[[], Decoded]) -> Decoded:
     """What `decode` makes of a folder of pictures, kept in a file beside the folder.
 
-    The file is used as long as no picture comes, goes, or changes its size or date. Where it can't be written, pictures
-    are decoded every time.
+    The file is used as long as no picture is added, removed, or changed in size or date. Where it can't be written,
+    pictures are decoded every time.
     """
     cache = source.with_name(f"{source.name}.decoded-{size[0]}x{size[1]}.npz")
     if source.is_dir() and (kept := _read_cache(cache, _fingerprint(source))) is not None:
@@ -72,7 +72,7 @@ def decoded_once(source: Path, size: tuple[int, int], decode: Callable[[], Decod
             with beside.open("wb") as file:
                 np.savez(file, allow_pickle=False, fingerprint=np.array(_fingerprint(source)), **arrays)
             beside.replace(cache)
-        except OSError:  # a folder of someone else's, or a full disk
+        except OSError:  # someone else's folder, or a full disk
             pass
         finally:
             with suppress(OSError):

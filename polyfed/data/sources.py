@@ -41,15 +41,15 @@ DOWNLOAD_PATIENCE = 15.0
 """Seconds without an answer after which a download gives up."""
 
 DOWNLOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, tarfile.TarError, zipfile.BadZipFile)
-"""What torchvision raises for a missing file, a missing network or a broken archive."""
+"""What torchvision raises for a missing file, a missing connection or a broken archive."""
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 
-# Those of the released pFedES code, which normalises MNIST like the first channel of CIFAR-100.
+# From the released pFedES code, which normalises MNIST like the first channel of CIFAR-100.
 IMAGENET: Normalisation = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR100: Normalisation = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 MNIST: Normalisation = ((0.5071,), (0.2673,))
-# That of the released FedTGP code.
+# From the released FedTGP code.
 HALF_GREY: Normalisation = ((0.5,), (0.5,))
 HALF_COLOUR: Normalisation = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
@@ -68,11 +68,11 @@ class Source:
     input_shape: tuple[int, ...]
     """Channels, height, width; empty: the file decides."""
     obtained: str
-    """How one gets the data."""
+    """How to get the data."""
     normalisation: Normalisation
     """Mean and standard deviation per channel; empty: computed from the images."""
     load: Callable[[Source, Path, bool], Dataset]
-    """From this entry, a folder and whether a download is allowed to the dataset."""
+    """Makes the dataset, given this entry, a folder and whether a download is allowed."""
     test_samples: int = 0
     """How many of the samples are the official test set."""
     layout: str = ""
@@ -114,8 +114,8 @@ def default_folder() -> Path:
 def load_dataset(name: str, folder: Path | str | None = None, download: bool = True) -> Dataset:
     """The dataset of that name, from the folder (default: POLYFED_DATA, else ./data).
 
-    NAME.npz in the folder (with x_train, y_train, x_test, y_test) is used first: that is the way to provide any
-    dataset without a network. `npz:PATH` reads an archive of one's own.
+    NAME.npz in the folder (with x_train, y_train, x_test, y_test) is used first: that is how to provide any
+    dataset without internet access. `npz:PATH` reads your own archive.
 
     >>> load_dataset("digits").input_shape
     (1, 28, 28)
@@ -124,7 +124,7 @@ def load_dataset(name: str, folder: Path | str | None = None, download: bool = T
     source = SOURCES.get("npz:PATH" if own else name.lower())
     if source is None:
         if name.endswith(".npz") or "/" in name or Path(name).is_file():
-            raise InputError(f"'{name}' is no dataset's name: for an npz archive of your own write npz:{name}.")
+            raise InputError(f"'{name}' is not the name of a dataset: for your own npz archive write npz:{name}.")
         raise unknown_name("dataset", name, SOURCES)
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
@@ -134,7 +134,7 @@ def load_dataset(name: str, folder: Path | str | None = None, download: bool = T
 
 
 def _digits(source: Source, folder: Path, download: bool) -> Dataset:
-    """scikit-learn's own digits, 8×8 with values 0 … 16, drawn larger so that the papers' networks accept them."""
+    """scikit-learn's own digits, 8×8 with values 0 … 16, enlarged so that the papers' networks accept them."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -144,7 +144,7 @@ def _digits(source: Source, folder: Path, download: bool) -> Dataset:
 
 
 def _mnist_like(source: Source, folder: Path, download: bool) -> Dataset:
-    """MNIST or Fashion-MNIST: idx files where people keep them, else torchvision's download."""
+    """MNIST or Fashion-MNIST: idx files in the usual places, else torchvision's download."""
     from torchvision import datasets
 
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[source.name]
@@ -223,7 +223,7 @@ def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, do
 
 @contextmanager
 def _fetching(source: Source, folder: Path, download: bool) -> Iterator[None]:
-    """Give up on a silent network soon, keep torchvision's remarks off the output, and explain what is missing."""
+    """Give up on a silent connection soon, keep torchvision's remarks off the output, and explain what is missing."""
     patience, before = socket.getdefaulttimeout(), set(_folders(folder))
     socket.setdefaulttimeout(DOWNLOAD_PATIENCE)
     try:
@@ -233,12 +233,12 @@ def _fetching(source: Source, folder: Path, download: bool) -> Iterator[None]:
         tried = f"and the download failed ({one_line(error)})" if download else "and no download was allowed"
         raise InputError(
             f"dataset '{source.name}' is missing: {folder} holds neither {source.name}.npz (with x_train, y_train, "
-            f"x_test, y_test) nor {source.layout}, {tried}; run once with a network, or put one of these there, or "
+            f"x_test, y_test) nor {source.layout}, {tried}; run once with internet access, put one of these there, or "
             f"name another folder with {FOLDER_VARIABLE}."
         ) from error
     finally:
         socket.setdefaulttimeout(patience)
-        for place in reversed(_folders(folder)):  # torchvision makes folders before it has anything to put there
+        for place in reversed(_folders(folder)):  # torchvision makes folders before it has anything to put in them
             if place not in before and not any(place.iterdir()):
                 place.rmdir()
 
@@ -250,7 +250,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 _DOWNLOADED = "downloaded by torchvision"
-_IDX = "the four idx files, packed or not, in {name}/ or {raw}/raw/"
+_IDX = "the four idx files, gzipped or not, in {name}/ or {raw}/raw/"
 _ENTRIES = (
     Source("digits", "handwritten digits", 1797, 10, (1, 28, 28), "comes with scikit-learn", HALF_GREY, _digits),
     Source(

@@ -32,7 +32,7 @@ TRAIN, VALIDATION, TEST = 0, 1, 2
 
 @dataclass(frozen=True)
 class Ratio:
-    """Parts of the whole as whole numbers, so that no rounding of floats decides where a sample goes."""
+    """Parts as integers, so that no rounding of floats decides where a sample goes."""
 
     train: int
     validation: int
@@ -60,8 +60,8 @@ def parse_split(split: str) -> Ratio:
     parts = [round(float(number) * 10_000) for number in numbers] if usable else [0]
     if parts[0] == 0:
         raise InputError(
-            f"split '{split}' is no ratio: write train:validation:test such as 8:1:1, or train:test such as 8:2, with "
-            f"a training part above 0, or one of {', '.join(SPLITS)}."
+            f"split '{split}' is not a ratio: write train:validation:test such as 8:1:1, or train:test such as 8:2, "
+            f"with a training part above 0, or one of {', '.join(SPLITS)}."
         )
     if len(parts) == 2:
         parts.insert(1, 0)
@@ -103,7 +103,7 @@ def _held_out(
         return nothing, nothing
     owned = np.bincount(clients, weights=sizes).astype(np.int64)
     least = (owned >= 2).astype(np.int64) if ratio.test else np.zeros_like(owned)
-    # At most all but one: a class that a client tests on it should also have seen.
+    # At most all but one: a client should have trained on every class it tests on.
     wanted = np.minimum(sizes * away, (sizes - 1) * ratio.total)
     held_out = round_by_group(wanted, ratio.total, clients, least, generator)
     if ratio.test == 0:
@@ -116,7 +116,7 @@ def round_by_group(
 ) -> Integers:
     """Fractions numerator/denominator as whole numbers whose sum per group is the rounded sum of its fractions.
 
-    Every fraction is rounded down, then the largest remainders are rounded up; equal ones are drawn. A group's sum
+    Every fraction is rounded down, then the largest remainders are rounded up; ties are drawn. A group's sum
     is at least `least[group]`. (The largest-remainder method, exact because it stays with integers.)
     """
     floors, remainders = numerators // denominator, numerators % denominator

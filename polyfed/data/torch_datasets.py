@@ -17,7 +17,7 @@ from polyfed.errors import InputError
 
 
 class TorchDataset(Protocol):
-    """What is asked of a torch dataset: a length, and pairs (image, label) by position."""
+    """What a torch dataset must have: a length, and pairs (image, label) by position."""
 
     def __len__(self) -> int: ...
 
@@ -35,7 +35,7 @@ def from_torch_dataset(
     """A dataset from any torch dataset of pairs (image, label); every sample is read once.
 
     Pictures (PIL) and `uint8` arrays become `uint8` images; float tensors stay floats, as the dataset's transform
-    made them, so give it no random transform: `Augmentation` draws anew in every round. Class names are those that
+    made them, so give it no random transform: `Augmentation` draws again in every round. Class names are those that
     `train.classes` lists, as torchvision's datasets do, unless `class_names` gives others.
     """
     x, y = _read_samples(train, name)
@@ -48,37 +48,37 @@ def from_torch_dataset(
 
 def as_sample(image: Any) -> Tensor:
     """One sample as a tensor; pictures as [channels, height, width]."""
-    if hasattr(image, "convert") and hasattr(image, "mode"):  # a PIL picture, without importing PIL for the question
+    if hasattr(image, "convert") and hasattr(image, "mode"):  # a PIL picture, without importing PIL to find out
         image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
         return torch.from_numpy(image.copy() if image.ndim == 2 else image.transpose(2, 0, 1).copy())
     return image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
 
 
 def no_dataset(data: object) -> InputError:
-    """The error for `data=` that is neither a name nor a `Dataset`: how to make one of it."""
+    """The error for `data=` that is neither a name nor a `Dataset`: how to make one from it."""
     kind, home = type(data).__name__, type(data).__module__.partition(".")[0]
     if isinstance(data, pd.DataFrame | pd.Series):
-        remedy = "make it by polyfed.from_arrays(frame[columns].to_numpy('float32'), frame[label].to_numpy())"
+        remedy = "make it with polyfed.from_arrays(frame[columns].to_numpy('float32'), frame[label].to_numpy())"
     elif isinstance(data, np.ndarray | Tensor):
-        remedy = "make it by polyfed.from_arrays(x, y), which wants the labels too"
+        remedy = "make it with polyfed.from_arrays(x, y), which needs the labels too"
     elif isinstance(data, Path):
         remedy = f"write data='npz:{data}' for an npz archive"
     elif isinstance(data, torch.utils.data.DataLoader):
-        remedy = "make it by polyfed.from_torch_dataset(loader.dataset)"
+        remedy = "make it with polyfed.from_torch_dataset(loader.dataset)"
     elif isinstance(data, Mapping) or home == "datasets":  # Hugging Face's library is called datasets
         remedy = (
-            "take the pairs out of it, such as polyfed.from_torch_dataset([(s['image'], s['label']) for s in data]), "
-            "or the arrays by polyfed.from_arrays(x, y)"
+            "extract the pairs, such as polyfed.from_torch_dataset([(s['image'], s['label']) for s in data]), "
+            "or the arrays with polyfed.from_arrays(x, y)"
         )
     elif isinstance(data, torch.utils.data.Dataset):
-        remedy = "make it by polyfed.from_torch_dataset(train, test)"
+        remedy = "make it with polyfed.from_torch_dataset(train, test)"
     elif isinstance(data, list | tuple):
         remedy = (
-            "make it by polyfed.from_arrays(x, y, x_test, y_test) from arrays, or by polyfed.from_torch_dataset(data) "
-            "from pairs (image, label)"
+            "make it with polyfed.from_arrays(x, y, x_test, y_test) from arrays, or with "
+            "polyfed.from_torch_dataset(data) from pairs (image, label)"
         )
     else:
-        remedy = "make it by polyfed.from_arrays(x, y) or polyfed.from_torch_dataset(train, test)"
+        remedy = "make it with polyfed.from_arrays(x, y) or polyfed.from_torch_dataset(train, test)"
     return InputError(f"data is a value of type {kind}, but must be a dataset's name or a polyfed.Dataset: {remedy}.")
 
 
@@ -124,7 +124,7 @@ def _pair(sample: Any, position: int, name: str) -> tuple[Any, float]:
         )
     if values.size != 1:
         raise InputError(
-            f"dataset '{name}' has labels of {values.size} values each: give one whole number per sample; of one-hot "
-            f"labels that is int(label.argmax())."
+            f"dataset '{name}' has labels of {values.size} values each: give one whole number per sample; for "
+            f"one-hot labels that is int(label.argmax())."
         )
     return image, values.reshape(()).item()

@@ -1,4 +1,4 @@
-"""What an engine is: it owns the clients' personal states and answers two questions, train these and evaluate these."""
+"""What an engine is: it owns the clients' personal states, trains clients and evaluates them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Engine(ABC):
 
     name: ClassVar[str]
     notes: list[str]
-    """What the federation should record of the engine itself; it takes them out after every round."""
+    """What the federation should record about the engine itself; it removes them after every round."""
     remarks: Sequence[str] = ()
-    """What is to be said of the clients' data before the first round."""
+    """Remarks on the clients' data before the first round."""
     about: Mapping[str, Any] = MappingProxyType({})
-    """What the run's summary says of the clients' data."""
+    """What the run's summary says about the clients' data."""
 
     @classmethod
     def create(cls, population: Population, settings: EngineSettings) -> Self:
@@ -76,18 +76,18 @@ class Engine(ABC):
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
     ) -> dict[int, Evaluation]:
-        """Score these clients; with `downloads` as if each had just received its, without keeping it.
+        """Score these clients; with `downloads`, as if each had just received its own, without keeping it.
 
-        Clients that can't be asked are missing in the answer.
+        Clients that can't be asked are missing from the answer.
         """
 
     @abstractmethod
     def join(self) -> Mapping[int, Profile]:
-        """What is known of each client; called once, before the first round."""
+        """What is known about each client; called once, before the first round."""
 
     @abstractmethod
     def available(self) -> Collection[int]:
-        """The clients that can be asked now; in a simulation all."""
+        """The clients that can be asked now; in a simulation, all of them."""
 
     @property
     def states(self) -> States | None:
@@ -96,7 +96,7 @@ class Engine(ABC):
 
     @abstractmethod
     def restore(self, round: int, states: Mapping[int, State]) -> None:
-        """Go on after that round with these states, which a checkpoint had kept."""
+        """Continue after that round with these states from a checkpoint."""
 
     @abstractmethod
     def close(self) -> None:
@@ -155,7 +155,7 @@ class LocalEngine(Engine):
         return self.store.get(client)
 
     def set_state(self, client: int, state: State) -> None:
-        """Put a state back."""
+        """Restore a state."""
         own = {name: tensor.to(self.population.device, copy=True) for name, tensor in state.items()}
         self.store.put(client, own)
 
@@ -169,7 +169,7 @@ class LocalEngine(Engine):
         network = bench.network(client, self.population.architectures[client].name, state)
         with local.explained(self.population, [client], f"round {round}"):
             reply = local.train(self.population, client, network, round, self._client_flops(client))
-        for name, buffer in network.named_buffers():  # one that the network has replaced, not changed in place
+        for name, buffer in network.named_buffers():  # one that the network replaced instead of changing it in place
             if buffer is not state[name]:
                 state[name].copy_(buffer.detach())
         self.store.put(client, state)
@@ -188,7 +188,7 @@ class LocalEngine(Engine):
             return local.evaluate(people, client, network)
 
     def first_state(self, client: int) -> State:
-        """A copy of the weights with which the client begins."""
+        """A copy of the client's initial weights."""
         return {name: tensor.clone() for name, tensor in self._first_state(client).items()}
 
     def _first_state(self, client: int) -> State:
@@ -204,7 +204,7 @@ class LocalEngine(Engine):
             return deepcopy(self._build(client))
 
     def _build(self, client: int) -> ClientNetwork:
-        """Build each architecture once: its first weights for beginners, and the empty network around them."""
+        """Build each architecture once: its initial weights for new clients, and the empty network around them."""
         name = self.population.architectures[client].name
         if name not in self._networks or (self._beginners[name] > 0 and name not in self._first):
             network = self.population.new_network(client)
@@ -213,7 +213,7 @@ class LocalEngine(Engine):
         return self._networks[name]
 
     def _forget_first(self, client: int) -> None:
-        """Drop an architecture's first weights when all its clients have weights of their own."""
+        """Drop an architecture's initial weights when all its clients have their own."""
         name = self.population.architectures[client].name
         with self._building:
             self._beginners[name] -= 1
@@ -221,8 +221,8 @@ class LocalEngine(Engine):
                 self._first.pop(name, None)
 
     def _measure(self, client: int) -> ClientFlops:
-        """Count on tensors without content, which costs nothing; on real ones if the network looks at its data."""
-        with watched():  # a network may draw from a global generator, and the caller's stays as it is
+        """Count with tensors without content, which costs nothing; with real ones if the network looks at its data."""
+        with watched():  # a network may draw from a global generator, which must not change for the caller
             try:
                 return count_flops(self.population.new_network(client).to("meta"), self.population.method)
             except (RuntimeError, NotImplementedError):

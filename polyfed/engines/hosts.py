@@ -1,6 +1,6 @@
-"""One host of a cluster: a local engine over some of the clients, in a process of its own.
+"""One host of a cluster: a local engine over some of the clients, in its own process.
 
-What travels to and from it is plain arrays beside their types and shapes, which a cluster's object store shares between
+Plain arrays with their types and shapes travel to and from it, which a cluster's object store shares between
 processes without a copy. Nothing here knows the cluster.
 """
 
@@ -38,19 +38,19 @@ class PackedTensor:
 
 
 Packed: TypeAlias = dict[str, PackedTensor | Tensor]
-"""Named tensors on their way; what is no plain tensor goes as it is, for the server to refuse."""
+"""Named tensors, packed; anything but a plain tensor stays as it is, for the server to refuse."""
 
 
 @dataclass(frozen=True)
 class PackedMessage:
-    """A message on its way."""
+    """A message, packed."""
 
     tensors: Packed
     metadata: Packed
 
 
 class Packer:
-    """Packs tensors; one that is in several messages is packed, and travels, once."""
+    """Packs tensors; one that occurs in several messages is packed and sent once."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -71,12 +71,12 @@ class Packer:
             plain = tensor.detach().cpu().contiguous()
             packed = PackedTensor(_bytes(plain), tensor.dtype, tuple(tensor.shape))
             self.bytes += packed.data.nbytes
-            self._known[key] = tensor, packed  # the tensor too, so that no other gets its address
+            self._known[key] = tensor, packed  # the tensor too, so that no other tensor gets its address
         return self._known[key][1]
 
 
 def unpacked(tensors: Packed) -> State:
-    """What was packed, in memory of its own."""
+    """What was packed, in new memory."""
     return {name: _unpacked(one) if isinstance(one, PackedTensor) else one for name, one in tensors.items()}
 
 
@@ -97,14 +97,14 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 @dataclass(frozen=True)
 class HostTraits:
-    """What a host is to be."""
+    """How to make a host."""
 
     gpu: bool = False
     threads: int = 1
     """Clients that train side by side; on a CPU."""
     tf32: bool = True
     memory_budget: int | None = None
-    """Bytes for the states of this host's clients; None: its part of what a machine has to spare."""
+    """Bytes for the states of this host's clients; None: its part of the machine's budget."""
     neighbours: int = 1
     """Hosts on one machine, this one included."""
 
@@ -114,15 +114,15 @@ class Answers:
     """What a host answers after training."""
 
     replies: list[tuple[Reply, PackedMessage]]
-    """Replies without their messages, and these."""
+    """Replies without their messages, and the messages."""
     notes: list[str] = field(default_factory=list)
     bytes: int = 0
     seconds: float = 0.0
-    """How long the clients trained and were scored, without what it takes to pack and send."""
+    """Seconds of training and scoring, without packing and sending."""
 
 
 class Host:
-    """Runs in a process of its own: a local engine over some of a federation's clients."""
+    """Runs in its own process: a local engine over some of a federation's clients."""
 
     def __init__(self, population: Population, traits: HostTraits) -> None:
         if traits.gpu and not torch.cuda.is_available():
@@ -163,11 +163,11 @@ class Host:
         return self._engine.evaluate(clients, round, received)
 
     def states(self, clients: Iterable[int]) -> tuple[dict[int, Packed], bool]:
-        """The states of these clients, and that there are some: who asks may leave them where they are."""
+        """The states of these clients, and a sign that they exist: the caller may leave the states where they are."""
         return {client: Packer().tensors(self._engine.get_state(client)) for client in clients}, True
 
     def restore(self, states: Mapping[int, Packed], clients: Iterable[int]) -> None:
-        """Put back the states of these clients."""
+        """Restore the states of these clients."""
         self._engine.restore(0, {client: unpacked(states[client]) for client in clients})
 
 

@@ -1,8 +1,8 @@
 """The engine for a cluster, or for all GPUs of a machine: hosts are Ray actors, each with some of the clients.
 
 A host that dies is revived. The states of its clients come from copies in Ray's object store; what they have trained
-since is repeated from the downloads, which are kept until the next copy. All draws follow from the seed, so it comes
-out the same. Copies are where the host was: if its whole machine is gone, only a checkpoint helps.
+since is repeated from the downloads, which are kept until the next copy. All draws follow from the seed, so the
+result is the same. Copies are on the host's machine: if that is gone, only a checkpoint helps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RayEngine(Engine):
     population: Population
     sent: int
     received: int
-    """Bytes of the tensors that have gone to hosts and come from them, states apart."""
+    """Bytes of the tensors that went to hosts and came back, without states."""
     busy: float = 0.0
     """Seconds that the slowest host worked in the last round."""
     copying: float = 0.0
@@ -69,7 +69,7 @@ class RayEngine(Engine):
         settings = settings or RaySettings()
         if population.device.index is not None:
             raise InputError(
-                f"device is {population.device}, but the ray engine gives every host a GPU of its own: use "
+                f"device is {population.device}, but the ray engine gives every host its own GPU: use "
                 "--device cuda, and CUDA_VISIBLE_DEVICES to choose among the GPUs."
             )
         self.population = population
@@ -156,7 +156,7 @@ class RayEngine(Engine):
 
     def get_state(self, client: int) -> State:
         actor = self._actor_of(client)
-        if client in actor.stale:  # whoever asks for one asks for the others next
+        if client in actor.stale:  # a caller that asks for one asks for the others next
             self._copy(self._actors)
         if client not in actor.copies:
             return self._first_state(client)
@@ -217,14 +217,14 @@ class RayEngine(Engine):
         actor.handle = self._host.remote(actor.data, self._traits)
 
     def _await(self, actor: Actor) -> None:
-        """Wait until a host has come up."""
+        """Wait until a host has started."""
         exceptions, place = self._ray.exceptions, actor.handle.place.remote()
         try:
             actor.node, actor.process = self._ray.get(place, timeout=START_SECONDS)
         except exceptions.GetTimeoutError as error:
             raise RunError(
-                f"{actor} did not come up within {START_SECONDS:.0f} s: the Ray cluster has no room for it, or others "
-                "use it; `ray status` tells."
+                f"{actor} did not start within {START_SECONDS:.0f} s: the Ray cluster has no room for it, or is in "
+                "use; `ray status` shows which."
             ) from error
         except exceptions.RayTaskError as error:
             raise error.cause from error
@@ -248,7 +248,7 @@ class RayEngine(Engine):
         return next(actor for actor in self._actors if actor.clients[0] <= client <= actor.clients[-1])
 
     def _divided(self, values: Mapping[int, Any]) -> list[tuple[Actor, dict[int, Any]]]:
-        """What is meant for clients, host by host; hosts without any are left out."""
+        """What clients get, host by host; hosts without such clients are left out."""
         parts = [(actor, {c: values[c] for c in actor.clients if c in values}) for actor in self._actors]
         return [(actor, own) for actor, own in parts if own]
 
@@ -285,7 +285,7 @@ class RayEngine(Engine):
         return getattr(actor.handle, name).remote(*arguments)
 
     def _revive(self, actor: Actor, error: Exception) -> None:
-        """Start the host anew and bring it to where it was."""
+        """Start the host again and bring it to where it was."""
         exceptions = self._ray.exceptions
         while True:
             actor.deaths += 1
@@ -312,7 +312,7 @@ class RayEngine(Engine):
                 return
 
     def _copy(self, actors: Iterable[Actor]) -> None:
-        """Have copies of all states that have changed since the last ones."""
+        """Copy all states that have changed since the last copies."""
         begin = time.perf_counter()
         chosen = [actor for actor in actors if actor.stale]
         copies: dict[int, dict[int, Any]] = {actor.number: {} for actor in chosen}
@@ -320,7 +320,7 @@ class RayEngine(Engine):
         for wave in waves:
             asked = {actor.number: chunk for actor, chunk in zip(chosen, wave, strict=True) if chunk}
             self._copy_wave(asked, copies)
-        for actor in chosen:  # only now: a host that dies before is brought back from its former copies
+        for actor in chosen:  # only now: a host that dies earlier is restored from its former copies
             actor.copied(copies[actor.number])
         if chosen:
             self._copy_seconds = time.perf_counter() - begin
@@ -339,7 +339,7 @@ class RayEngine(Engine):
             copies[number].update(dict.fromkeys(asked[number], states))
 
     def _copied(self, number: int, clients: Sequence[int]) -> tuple[Any, Any]:
-        """States that stay where they are, and the word that they are there."""
+        """States that stay where they are, and a sign that they exist."""
         found = self._actors[number].handle.states.options(num_returns=2).remote(clients)
         return found[0], found[1]
 
@@ -357,7 +357,7 @@ class RayEngine(Engine):
         return self._ray.put(self._packed(messages)), self.sent - before
 
     def _first_state(self, client: int) -> State:
-        """The weights with which a client begins."""
+        """A client's initial weights."""
         name = self.population.architectures[client].name
         if self.population.own_start or name not in self._first:
             self._first = {name: state_of(self.population.new_network(client))}

@@ -15,7 +15,7 @@ COPIED_AFTER = 10
 COPY_SHARE = 0.03
 """How much of the training time copies may take."""
 MOST_KEPT = 1 << 28
-"""Bytes of downloads that are kept between two copies at most."""
+"""The most bytes of downloads that are kept between two copies."""
 CHUNK = 8
 """Clients whose states travel together."""
 
@@ -41,7 +41,7 @@ class Actor:
     worked: float = 0.0
     """Seconds that it has trained since."""
     stale: set[int] = field(default_factory=set)
-    """Clients that have trained since."""
+    """Clients that have trained since then."""
     deaths: int = 0
     """How often in a row it has died."""
 
@@ -79,7 +79,7 @@ class Actor:
 
 
 def slices(population: Population, hosts: int) -> list[list[int]]:
-    """Neighbouring clients for each host, with about as many samples to train on, and at least one client."""
+    """Neighbouring clients for each host, with about equal numbers of training samples, and at least one client."""
     clients = population.clients
     before = list(accumulate((len(population.data[client].train) for client in clients), initial=0))
     edges = [0]

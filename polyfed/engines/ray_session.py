@@ -1,4 +1,4 @@
-"""A connection to Ray: to a cluster that is joined, or to one that is started on this machine and ends with it."""
+"""A connection to Ray: to an existing cluster, or to one that is started on this machine and ends with the run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from polyfed.config import RaySettings
 from polyfed.errors import InputError, first_line
 
 MOST_PER_MACHINE = 8
-"""Hosts on one machine, unless told otherwise: every one is a process that holds PyTorch."""
+"""The default limit of hosts on one machine: each is a process that loads PyTorch."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0 before Ray is imported, it makes Ray listen on loopback alone, on every system; on some it does anyway."""
+"""Set to 0 before Ray is imported, it makes Ray listen only on loopback on every system; some do by default."""
 
 
 class RaySession:
@@ -33,13 +33,13 @@ class RaySession:
         started = self._ours and settings.address is None
         if started and not str(self.nodes[0]["NodeManagerAddress"]).startswith("127."):
             self.notes.append(
-                "Ray was imported before polyfed started it, so it listens on this machine's address and not on "
-                "loopback alone: import polyfed first, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
+                "Ray was imported before polyfed started it, so it listens on this machine's address and not "
+                "only on loopback: import polyfed first, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
             )
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
-        """The machines that are there now."""
+        """The machines that are alive now."""
         return [node for node in self.ray.nodes() if node["Alive"]]
 
     def is_there(self, node: str) -> bool:
@@ -101,7 +101,7 @@ def _connect(ray: Any, settings: RaySettings) -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     if settings.address is None:
         asked = (settings.hosts or 1) * (settings.cpus or 1)
-        # On this machine CPUs are only counted: more hosts than cores are slow, but work.
+        # On one machine CPUs are only counted: more hosts than cores are slow, but work.
         cpus = max(asked, os.cpu_count() or 1)
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
         return
@@ -121,7 +121,7 @@ def _connect(ray: Any, settings: RaySettings) -> None:
 
 
 def _knock(address: str) -> None:
-    """See at once whether anyone is there; Ray would try for minutes."""
+    """Check at once whether anything answers there; Ray would try for minutes."""
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -129,7 +129,7 @@ def _knock(address: str) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Inside, Ray may set a handler for SIGTERM; afterwards it is ours again, which ends a run with a checkpoint."""
+    """Inside, Ray may set a handler for SIGTERM; afterwards ours is restored, which ends a run with a checkpoint."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

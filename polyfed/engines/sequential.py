@@ -1,4 +1,4 @@
-"""The reference engine: clients train one after another, each with all compute threads or the whole GPU."""
+"""The reference engine: clients train one after another, each with all compute threads or all of the GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The default engine on a CPU: one client per worker thread, with one compute thread each.
 
-Networks of this field are too small to keep several cores busy with one step; several clients at once do. PyTorch
+The networks of this field are too small for one step to keep several cores busy; several clients at once do. PyTorch
 releases Python's lock while it computes.
 """
 
@@ -82,8 +82,8 @@ class ThreadsEngine(LocalEngine):
             finally:
                 self._bench().release()
 
-        # The clients with most samples first, so that no long one is left for the end; those of one architecture side
-        # by side, so that its first weights can go early.
+        # Clients with the most samples come first, so that no slow one is left for the end; those of one architecture
+        # train side by side, so that its initial weights can be freed early.
         people = self.population
         order = sorted(clients, key=lambda c: (-len(people.data[c].train), people.architectures[c].name, c))
         results: dict[int, Result] = {}
@@ -96,5 +96,5 @@ class ThreadsEngine(LocalEngine):
             finally:
                 for future in futures:
                     future.cancel()
-        return_memory()  # once: after every client it would cost short ones a fifth of their time
+        return_memory()  # once: after every client, it would add a fifth to the time of short ones
         return results

@@ -1,12 +1,12 @@
 """The default engine on a GPU: clients of one architecture train as one batched network.
 
 A small network's step is limited by the launches of its kernels, not by arithmetic. Stacking the clients of one
-architecture (a cohort) makes one launch serve all of them, and on CUDA a whole step is captured once as a graph and
+architecture (a cohort) makes one launch serve all of them, and on CUDA a complete step is captured once as a graph and
 replayed, cohorts of different architectures side by side. The numbers are those of the plain loop to float tolerance.
 
 Batch norm looks at all samples of a batch, so clients whose batch norm trains can't be padded to a common shape: each
-is a cohort of its own. What can't be stacked or captured at all is trained by the plain loop: networks with dropout
-(its masks come from one generator per client), with unusual norms, or that `vmap` does not take. Both are said once.
+is its own cohort. What can't be stacked or captured at all is trained by the plain loop: networks with dropout
+(its masks come from one generator per client), with unusual norms, or that `vmap` can't handle. Both are noted once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Result = TypeVar("Result")
 
 LARGEST_COHORT = 256
 MOST_AHEAD = 5_000_000
-"""Visits of samples that may be drawn ahead; with augmentation each takes some hundred bytes."""
+"""Visits of samples that may be drawn ahead; with augmentation each needs some hundred bytes."""
 KEPT_STEPS = 128
-"""Captured steps that are kept for later rounds; the least recently used goes first."""
+"""Captured steps that are kept for later rounds; the least recently used is dropped first."""
 
 
 class VectorizedEngine(LocalEngine):
@@ -54,7 +54,7 @@ class VectorizedEngine(LocalEngine):
         self._stacks: dict[tuple[str, int], stacked.Stack] = {}
         self._streams: dict[str, Stream] = {}
         self._ahead: dict[tuple[int, ...], list[Plan]] = {}
-        """By round and clients, batches that were drawn while the round before was trained."""
+        """By round and clients, batches that were drawn during the previous round."""
         self._looped: dict[str, str] = {}
         """By architecture, why the plain loop trains it."""
         self._normed: dict[str, set[str]] = {}
@@ -122,7 +122,7 @@ class VectorizedEngine(LocalEngine):
     # Cohorts ----------------------------------------------------------------------------------------------------------
 
     def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:
-        """The clients that the plain loop need not train, or all others, by architecture, in pieces that fit."""
+        """The clients that can be stacked, or all others, by architecture, in pieces that fit."""
         groups: dict[str, list[int]] = {}
         for client in sorted(clients):
             if (self._reason_for_the_loop(client) is None) == stackable:
@@ -155,10 +155,12 @@ class VectorizedEngine(LocalEngine):
                 yield answers
             except torch.OutOfMemoryError:
                 too_large.append(work.clients)
-            del work  # with its memory, which those that are tried again may need
+            del work  # and its memory, which the cohorts that are tried again may need
         if too_large and len(cohorts) > 1 and self._apart:
             self._apart = False
-            self.notes.append("not all architectures fit into memory side by side; from now on one after another")
+            self.notes.append(
+                "not all architectures fit into memory side by side; from now on they train one after another"
+            )
         for clients in too_large:
             again = partial(self._train_stacked, downloads=downloads, round=round)
             yield [reply for part in self._alone(clients, again) for reply in part]
@@ -173,7 +175,7 @@ class VectorizedEngine(LocalEngine):
         with self._stream(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
             drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
-            # All plans before the first phase: to bring one to a GPU waits for what was queued before.
+            # All plans before the first phase: moving one to a GPU waits for everything queued before.
             plans = [plan.on(self.population.device) for plan in drawn]
             steps = [self._train_phase(clients, stack.state, *each) for each in zip(phases, plans, strict=True)]
             return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans])
@@ -185,7 +187,7 @@ class VectorizedEngine(LocalEngine):
         return [plan(phase=phase, pads=phase.name not in normed) for phase in self.population.method.phases()]
 
     def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
-        """Whether the next round has the same cohorts, because everyone takes part, and few enough samples."""
+        """Whether everyone takes part, so the next round has the same cohorts, with few enough samples."""
         people = self.population
         if len(participants) < len(people.data) or round == people.task.rounds:
             return False
@@ -233,13 +235,13 @@ class VectorizedEngine(LocalEngine):
             local.check_statistics(answers, clients, round)
             messages = [local.upload(people, *one) for one in zip(clients, answers, strict=True)]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
-            # Last of all: a cohort that has run out of memory is tried again from its old states.
+            # Last: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)
         stream.join()
         return replies
 
     def _keep(self, clients: list[int], states: list[State]) -> None:
-        """Copy the clients' states from their stack to where they rest."""
+        """Copy the clients' states from their stack to the store."""
         beginners = [client for client in clients if not self.store.has(client)]
         rooms = [self.store.room(client, state) for client, state in zip(clients, states, strict=True)]
         stacked.copy_states(rooms, states)
@@ -259,7 +261,7 @@ class VectorizedEngine(LocalEngine):
     # Memory and shapes ------------------------------------------------------------------------------------------------
 
     def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> stacked.Stack:
-        """The clients' states after their downloads, one above the other, padded with copies of the first client.
+        """The clients' states after their downloads, stacked and padded with copies of the first client.
 
         `keep`: in tensors that stay, because captured steps work on them.
         """
@@ -323,11 +325,11 @@ class VectorizedEngine(LocalEngine):
         try:
             return [work(clients)]
         except torch.OutOfMemoryError:
-            pass  # memory can be given back only after the error has let go of its frames
+            pass  # memory can be freed only after the error has released its frames
         return self._alone(clients, work)
 
     def _alone(self, clients: list[int], work: Callable[[list[int]], Result]) -> list[Result]:
-        """The same without what other cohorts had left in memory, which may have been in the way."""
+        """The same after freeing what other cohorts left in memory."""
         self._let_go()
         try:
             return [work(clients)]
@@ -338,13 +340,15 @@ class VectorizedEngine(LocalEngine):
         half = len(clients) // 2
         if half < self._limit:
             self._limit = half
-            self.notes.append(f"{len(clients)} clients at once did not fit into memory; from now on {half} at most")
+            self.notes.append(
+                f"{len(clients)} clients at once did not fit into memory; from now on at most {half} train together"
+            )
         return [result for part in (clients[:half], clients[half:]) for result in self._fitting(part, work)]
 
     def _let_go(self) -> None:
-        """Give back all memory that is only kept to be faster next time."""
+        """Free all memory that is only kept to be faster next time."""
         if self.population.device.type == "cuda":
-            torch.cuda.synchronize()  # no graph goes while it runs
+            torch.cuda.synchronize()  # no graph may be freed while it runs
         self._steps.clear()
         self._stacks.clear()
         self._streams.clear()
@@ -369,13 +373,14 @@ class VectorizedEngine(LocalEngine):
         return self._looped.get(name)
 
     def _try(self, client: int) -> str | None:
-        """Train, predict and collect with two copies of the client; what goes wrong if something does.
+        """Train, predict and collect with two copies of the client; returns what goes wrong, if anything.
 
-        Under `vmap` also where clients train alone: it refuses what can't be captured, such as decisions about values.
+        `vmap` is used even where clients train alone: it refuses what can't be captured, such as decisions about
+        values.
         """
         people, network, twice = self.population, self._network(client), [client, client]
         alone = bool(self._normed[self._architecture(client)])
-        width = min(2, self._width(client)) if alone else self._width(client)  # alone it may just fit into memory
+        width = min(2, self._width(client)) if alone else self._width(client)  # alone, it may just fit into memory
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
         try:
             for phase in people.method.phases():
@@ -393,7 +398,7 @@ class VectorizedEngine(LocalEngine):
                 stacked.remarks(people, twice, network, state)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the plain loop may be able to, and says what is wrong if not
+        except Exception as error:  # the plain loop may succeed, and says what is wrong if not
             return " ".join(str(error).split())[:200]
         return None
 

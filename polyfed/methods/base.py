@@ -1,12 +1,12 @@
 """What a method is: the losses it minimises and the messages it exchanges, and nothing else.
 
-A method never loops over batches, moves tensors between devices, opens a file or a socket: an engine does that. The
-three rules that let one text run in a plain loop, for many clients at once and between organisations:
+A method never loops over batches, moves tensors between devices, opens a file or a socket: an engine does that. Three
+rules let the same code run in a plain loop, for many clients at once and between organisations:
 
 1. A loss is a pure function of (network, batch) and returns one value per sample. What was received is part of the
    network: `receive` writes it into the client's state.
 2. All state is named tensors, flat: `model.head.weight`, `proxy.0.bias`, `prototypes.vectors`.
-3. Random draws come only from the generators handed in (`draw`, `server.generator`).
+3. Random draws come only from the generators passed in (`draw`, `server.generator`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from polyfed.evaluation import Evaluation
@@ -28,6 +28,7 @@ from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
 from polyfed.models.layers import Match
 from polyfed.seeds import seeded, torch_generator
+from polyfed.settings import Settings
 
 __all__ = [
     "Batch",
@@ -50,15 +51,13 @@ __all__ = [
 ]
 
 MessageStep: TypeAlias = Callable[[Message, int, int], Message]
-"""Changes an upload on its way out: (message, round, client) to the message that leaves."""
+"""Changes an upload before it leaves: from (message, round, client) to the message that is sent."""
 Loss: TypeAlias = Callable[[ClientNetwork, Batch], Tensor | tuple[Tensor, Tensor]]
 Common: TypeAlias = Literal["features", "head", "network"]
 
 
-class Training(BaseModel):
+class Training(Settings):
     """How every client trains; the same for all methods, so that they can be compared."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     epochs: int = Field(1, ge=1, description="passes over a client's training samples in one round")
     batch_size: int = Field(16, ge=1, description="samples per step")
@@ -75,18 +74,18 @@ class Training(BaseModel):
 
 @dataclass(frozen=True)
 class Task:
-    """What every participant knows of the common problem."""
+    """What every participant knows about the common problem."""
 
     input_shape: tuple[int, ...]
     classes: int
     rounds: int
     seed: int
     architecture: Architecture
-    """The network behind what clients have in common: all of it (FedAvg), its head, its number of features."""
+    """The network that defines what clients have in common: all of it (FedAvg), its head, or its number of features."""
     auxiliary: Architecture
     """The small homogeneous network of mutual-learning methods."""
     feature_size: int
-    """How many features the clients' extractors have; of the first client's, where they may differ."""
+    """How many features the clients' extractors have; the first client's number where they may differ."""
     features: int | None = None
     """How many features every network is brought to; none: each keeps its own number."""
     match: Match = "pool"
@@ -98,7 +97,7 @@ class Task:
             return chosen.build(self.input_shape, self.classes, self.features, self.match)
 
     def new_head(self) -> nn.Module:
-        """The head of such a network, freshly initialised: all that a server needs of one whose clients differ."""
+        """The head of such a network, freshly initialised: all that a server needs if clients differ."""
         return self.new_model().head
 
     def new_auxiliary(self, features: int | None = None) -> SplitNetwork:
@@ -107,7 +106,7 @@ class Task:
             return self.auxiliary.build(self.input_shape, self.classes, features or self.features, self.match)
 
     def seeded_module(self, build: Callable[[], nn.Module], purpose: str) -> nn.Module:
-        """A module of the method's own, initialised alike for every caller."""
+        """The method's own module, initialised in the same way for every caller."""
         with seeded(self.seed, "initial", purpose):
             return build()
 
@@ -126,9 +125,9 @@ class Phase:
     lr: float | None = None
     """Overrides the training's learning rate."""
     views: Literal[1, 2] = 1
-    """2: the images are augmented in any case, and the batch carries a second augmentation of them in `batch.view`."""
+    """2: the images are always augmented, and the batch carries a second augmentation of them in `batch.view`."""
     draw: Callable[[torch.Generator, int], State] | None = None
-    """Extra random tensors for that many samples, one row each, handed to the loss batch by batch as `batch.drawn`."""
+    """Extra random tensors for that many samples, one row each, passed to the loss batch by batch as `batch.drawn`."""
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Parameters that are clamped to a range after every step."""
     part: tuple[float, float] = (0.0, 1.0)
@@ -137,7 +136,7 @@ class Phase:
     """False: this phase sees images as they are, even if training augments."""
 
     def edges(self, samples: int) -> tuple[int, int]:
-        """Where this phase's part begins and ends among so many samples; neighbouring parts share an edge."""
+        """Where this phase's part starts and ends among this many samples; neighbouring parts share an edge."""
         return round(samples * self.part[0]), round(samples * self.part[1])
 
 
@@ -151,7 +150,7 @@ class Collect:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a client knows of its own data and of the time."""
+    """What a client knows about its own data, and the round."""
 
     counts: Tensor
     """Training samples per class, int64 [classes]."""
@@ -163,7 +162,7 @@ class Knowledge:
 
     @property
     def classes(self) -> Tensor:
-        """The classes of which the client has training samples, in rising order."""
+        """The classes with training samples, in ascending order."""
         return self.counts.nonzero().flatten()
 
 
@@ -183,7 +182,7 @@ class Trained(Knowledge):
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from one client: its message and what the engine noticed on the way."""
+    """What came back from one client: its message and what the engine observed."""
 
     client: int
     message: Message
@@ -195,7 +194,7 @@ class Reply:
     failure: str = ""
     """Why there is no message; such a reply is left out of the round."""
     evaluation: Evaluation | None = None
-    """How well the client predicts now, where it was asked for and saves a message."""
+    """How well the client predicts now, if that was asked for and saves a message."""
 
 
 @dataclass
@@ -216,7 +215,7 @@ class Server:
         return state | {f"modules.{name}": tensor for name, tensor in self.modules.state_dict().items()}
 
     def load(self, named: Mapping[str, Tensor]) -> None:
-        """Take back what `named_state` gave; raises a `RuntimeError` if it is another method's."""
+        """Load what `named_state` gave; raises a `RuntimeError` if it belongs to another method."""
         missing = {f"state.{name}" for name in self.state} - set(named)
         if missing:
             raise RuntimeError(f"the server's state lacks {sorted(missing)[0]}")
@@ -247,14 +246,14 @@ class Method:
     """Clients tell the server which classes they hold when they join, because `download` depends on it."""
     collect: Collect | None = None
     depends_on_rounds: ClassVar[bool] = False
-    """What happens in a round depends on how many there are in all."""
+    """What happens in a round depends on the total number of rounds."""
     kept_fresh: ClassVar[tuple[str, ...]] = ()
-    """Modules beside the model that only hold what the server knows: after a run, predictions use its last word."""
+    """Modules beside the model that only hold what the server knows: after a run, predictions use its final state."""
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 
-    class Config(BaseModel):
-        model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    class Config(Settings):
+        """The method's options; a method with options overrides this with a subclass."""
 
     def __init__(self, config: Config, task: Task, training: Training) -> None:
         self.config = config
@@ -284,11 +283,11 @@ class Method:
         return Message()
 
     def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
-        """Scores [batch, classes] by each way to predict that the method has; the first is the method's own."""
+        """Scores [batch, classes] by each of the method's rules of prediction; the first is the method's own."""
         return {"classifier": net(x)}
 
     def inspect(self, net: ClientNetwork, batch: Batch) -> dict[str, Tensor]:
-        """Remarks on a trained client from one batch of its data, each with a truth value; true ones become events.
+        """Possible remarks on a trained client, from one batch of its data; those that are true become events.
 
         Pure like a loss, in evaluation mode.
         """
@@ -297,7 +296,7 @@ class Method:
     # The server's side -----------------------------------------------------------------------------------------------
 
     def start(self, server: Server) -> None:
-        """Put the first round's state and networks into the server."""
+        """Give the server its initial state and networks."""
 
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         """What a client receives at the start of a round; `classes` is None unless `announces_classes`."""
@@ -317,7 +316,7 @@ class Method:
 
     @cached_property
     def agreed_schema(self) -> Schema:
-        """`schema()`, made once: every reply is checked against it, and it may take building a network."""
+        """`schema()`, made once: every reply is checked against it, and making it may mean building a network."""
         return self.schema()
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:

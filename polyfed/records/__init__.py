@@ -1,4 +1,4 @@
-"""The run folder: written while a run goes on, read by reports. Records know neither methods nor engines."""
+"""The run folder: written while a run is in progress, read by reports. Records know neither methods nor engines."""
 
 from polyfed.records.checkpoint import Checkpoints, Restored
 from polyfed.records.folder import CLIENT_COLUMNS, EVALUATION_COLUMNS, ROUND_COLUMNS, RunFolder

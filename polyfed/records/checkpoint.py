@@ -1,10 +1,10 @@
 """Checkpoints that survive anything: a kill or a power cut at any moment, a full disk, a damaged file.
 
 A checkpoint is a manifest that lists files with their lengths and hashes: the server's state, the progress so far, the
-clients' states; and how much of the run's records it counts on. Only clients that changed since the last checkpoint are
-written again. The manifest is moved into place last, when all it lists is on disk. The one before is kept with its
-files, and one from some rounds earlier to go back to after a divergence. A file that several checkpoints need has a
-second copy, so that one damaged file never spoils them all.
+clients' states; and how much of the run's records it relies on. Only clients that changed since the last checkpoint
+are written again. The manifest is moved into place last, when everything it lists is on disk. The previous checkpoint
+is kept with its files, and so is one from some rounds earlier, to go back to after a divergence. A file that several
+checkpoints need has a second copy, so that one damaged file never spoils them all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polyfed.records.states import ClientStates, Damaged, Shard, StoredFile, cop
 
 NEWEST = "manifest.json"
 SPACING = 10
-"""Of every so many rounds the first checkpoint is kept, until it is twice as many rounds old."""
+"""The first checkpoint of every block of this many rounds is kept, until it is twice as many rounds old."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """Tells whether a number in it has changed, which would be believed otherwise."""
+        """Shows whether a number in it has changed; otherwise it would be believed."""
         return digest(json.dumps(asdict(self)).encode())
 
     @property
@@ -89,13 +89,13 @@ class Manifest:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder. Files carry the run's id in their names, so that others' are safe."""
+    """The checkpoints of one run, in one folder. The run's id is in all file names, so that other files are safe."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder = folder
         self.run = run
         self._current: Manifest | None = None
-        """The newest whole checkpoint; the next save keeps it as the one before."""
+        """The newest intact checkpoint; the next save keeps it as the previous one."""
 
     def save(
         self,
@@ -119,11 +119,11 @@ class Checkpoints:
             self._clean()
 
     def rounds(self) -> list[int]:
-        """The rounds of which there is a checkpoint, whole or not, in rising order."""
+        """The rounds that have a checkpoint, intact or not, in ascending order."""
         return sorted({manifest.round for _, manifest in self._own()})
 
     def restore(self, round: int | None = None, *, repair: bool = False) -> Restored | None:
-        """The newest checkpoint that is whole, or that of a round; None if there has never been one.
+        """The newest intact checkpoint, or that of a given round; None if there has never been one.
 
         If all are damaged this raises, except with `repair`: then clients whose states are lost are left out.
         """
@@ -140,10 +140,10 @@ class Checkpoints:
             except Damaged:
                 continue
         if problems:
-            more = "" if repair else "let clients whose states are lost start from their first weights (--repair), "
+            more = "" if repair else "let clients whose states are lost start from their initial weights (--repair), "
             raise InputError(
-                f"no checkpoint in '{self.folder}' is whole ({'; '.join(problems)}): put the files back if you have "
-                f"them elsewhere, {more}or start the whole run again (--from 0)."
+                f"no checkpoint in '{self.folder}' is intact ({'; '.join(problems)}): restore the files if you have "
+                f"copies, {more}or start the run again from the beginning (--from 0)."
             )
         return None
 
@@ -157,7 +157,7 @@ class Checkpoints:
         self._clean()
 
     def remove(self, names: Collection[str] = ()) -> None:
-        """Delete all checkpoints of the run, with these other files of its own; anything else stays."""
+        """Delete all checkpoints of the run and these other files of its own; nothing else is touched."""
         if not self.folder.is_dir() or self.folder.is_symlink():
             return
         self._current = None
@@ -189,7 +189,7 @@ class Checkpoints:
             records(),
         )
         disk.sync_folder(self.folder)
-        if self._current is not None:  # not what lies in manifest.json: that may be the damaged one we fell back from
+        if self._current is not None:  # not manifest.json, which may be the damaged one we fell back from
             disk.write(self.folder / history_name(self._current.round), self._current.to_json(), sync_name=False)
         disk.write(self.folder / NEWEST, manifest.to_json())
         self._current = manifest
@@ -211,12 +211,12 @@ class Checkpoints:
         return kept
 
     def _open(self, name: str, manifest: Manifest | Damaged, problems: list[str], *, repair: bool = False) -> Restored:
-        """The checkpoint of a manifest, if it is whole; with `repair`, if all but clients' states is."""
+        """The checkpoint of a manifest, if it is intact; with `repair`, clients' states may be damaged."""
         if isinstance(manifest, Damaged):
             raise manifest
         if manifest.run != self.run:
             raise InputError(
-                f"'{self.folder / name}' is the checkpoint of another run: put this run's own back, or start again in "
+                f"'{self.folder / name}' is the checkpoint of another run: restore this run's own, or start again in "
                 "a new folder (--out)."
             )
         notes, lost = [], list[Shard]()
@@ -230,15 +230,15 @@ class Checkpoints:
                 lost.append(shard)
         if lost:
             clients = ", ".join(str(client) for client in sorted(c for shard in lost for c in shard.live))
-            notes.append(f"the states of clients {clients} are lost; they start again from their first weights")
+            notes.append(f"the states of clients {clients} are lost; they start again from their initial weights")
         elif problems:
             notes.append(
-                f"a checkpoint is damaged, so the run goes on after round {manifest.round}: {'; '.join(problems)}"
+                f"a checkpoint is damaged, so the run continues after round {manifest.round}: {'; '.join(problems)}"
             )
         server, progress = (entry.read(self.folder) for entry in (manifest.server, manifest.progress))
         try:
             state, content = load(server), dict(json.loads(progress))
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises its own errors
             raise Damaged(f"the server's state can't be read ({error})") from error
         whole = [shard for shard in manifest.clients if shard not in lost]
         self._current = Manifest(**{**vars(manifest), "clients": tuple(whole)})
@@ -275,7 +275,7 @@ class Checkpoints:
         return f"{what}.{round}.{self.run}.{ending}"
 
     def _forget_earlier(self) -> bool:
-        """To make room, drop all checkpoints but the newest and the one before; whether there were any."""
+        """To make room, drop all checkpoints but the two newest; returns whether there were any."""
         earlier = self.rounds()[:-2]
         for round in earlier:
             disk.remove(self.folder / history_name(round))
@@ -299,7 +299,7 @@ class Checkpoints:
 
 
 def kept_rounds(rounds: Iterable[int]) -> set[int]:
-    """Which of these checkpoints are kept: the two newest, and the first of this and the last block of rounds.
+    """Which of these checkpoints are kept: the two newest, and the first of this and of the previous block of rounds.
 
     >>> sorted(kept_rounds(range(1, 34)))
     [20, 30, 32, 33]

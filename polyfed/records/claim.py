@@ -1,4 +1,4 @@
-"""Whose folder it is: a run takes only one that is new or empty, and one process at a time works on it."""
+"""Who owns a folder: a run uses only a new or empty one, and one process at a time works on it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
+from polyfed.addresses import names_code
 from polyfed.errors import InputError
 from polyfed.records import disk
+from polyfed.yaml_text import parse_yaml
 
 
 def new_id() -> str:
-    """The id of a new run. It is part of the names of its files, so that no others are ever deleted."""
+    """The id of a new run. It is part of the names of its files, so that no other file is ever deleted."""
     return secrets.token_hex(4)
 
 
@@ -30,6 +34,23 @@ def read_claim(path: Path) -> dict[str, Any]:
     named = isinstance(token, str) and len(token) == 8 and not set(token) - set("0123456789abcdef")
     sound = named and all(isinstance(content.get(part, {}), dict) for part in ("settings", "facts"))
     return dict(content) if sound else {}
+
+
+def resume_command(path: Path) -> str:
+    """The command that continues a run, with --trust if its settings name code that has to be imported."""
+    settings = read_claim(path).get("settings", {})
+    code = [value for name, value in settings.items() if name in ("models", "auxiliary") or name.startswith("method.")]
+    trust = any(map(names_code, [*code, _engine(path)]))
+    return f"polyfed resume {path}{' --trust' if trust else ''}"
+
+
+def _engine(path: Path) -> object:
+    """The engine in a run's config.yaml; run.json has only settings that determine its numbers."""
+    try:
+        content = parse_yaml((path / "config.yaml").read_text())
+    except (OSError, ValueError, YAMLError, RecursionError):
+        return None
+    return content.get("engine") if isinstance(content, dict) else None
 
 
 @contextmanager
@@ -56,7 +77,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_free(path: Path, begun: Collection[str]) -> None:
-    """Raise unless the folder is empty, but for a run that was killed before it began: that one is removed.
+    """Raise unless the folder is empty; a run that was killed before it began is removed.
 
     Such a run has `run.json` and perhaps these files, but no config.yaml yet.
     """
@@ -70,10 +91,11 @@ def check_free(path: Path, begun: Collection[str]) -> None:
 
 
 def taken(path: Path) -> InputError:
-    """The error for a folder that a run can't have."""
+    """The error for a folder that a run can't use."""
     if (path / "run.json").exists() or (path / "config.yaml").exists():
         return InputError(
-            f"'{path}' already holds a run; go on with `polyfed resume {path}` or choose another folder (--out)."
+            f"'{path}' already holds a run; continue it with `{resume_command(path)}`, or choose another folder "
+            "(--out)."
         )
     if path.is_dir():
         return InputError(f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out).")

@@ -1,7 +1,7 @@
-"""Files of a run on disk: whole or absent, there after a power cut once synced, and never reached through a link.
+"""Files of a run on disk: complete or absent, safe from a power cut once synced, never reached through a link.
 
-Everything that a run writes or deletes goes through here. A file's content is durable after it was synced, its name
-after its folder was synced; `write` does both, and where many files are written at once the folder is synced once.
+Everything that a run writes or deletes goes through here. A file's content is durable once it is synced, its name
+once its folder is synced; `write` does both. Where many files are written at once, the folder is synced once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEW = ".new"
 def write(path: Path, content: bytes | str, *, sync_name: bool = True) -> None:
     """Write beside the old file, sync it, and move it into place; a failure leaves the old file.
 
-    Without `sync_name`, call `sync_folder` before anything counts on the file.
+    Without `sync_name`, call `sync_folder` before anything relies on the file.
     """
     beside = _write_beside(path, content)
     try:
@@ -37,7 +37,7 @@ def write(path: Path, content: bytes | str, *, sync_name: bool = True) -> None:
 def write_first(path: Path, content: bytes | str) -> None:
     """Write a file that nobody else has written; of several processes that try, one succeeds.
 
-    The others get a `FileExistsError`. Whoever sees the file sees the whole of it.
+    The others get a `FileExistsError`. Whoever sees the file sees all of it.
     """
     beside = _write_beside(path, content)
     try:
@@ -86,14 +86,14 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that can't
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that can't do it
             raise
     finally:
         os.close(folder)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that do not exist, unless it is there already."""
+    """Make a folder and its missing parents, unless it exists."""
     if path.is_dir() and not path.is_symlink():
         return
     if not path.parent.exists():
@@ -103,7 +103,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file of our own; a link or a folder of that name is left alone, and so is what does not exist."""
+    """Delete a file of our own, if it exists; a link or a folder of that name is left alone."""
     if is_file(path):
         path.unlink(missing_ok=True)
 
@@ -115,7 +115,7 @@ def remove_folder(path: Path) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file of that name, and no link."""
+    """Whether there is a file of that name that is not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -123,12 +123,12 @@ def is_file(path: Path) -> bool:
 
 
 def read(path: Path) -> bytes | None:
-    """A file's content; None if there is no such file, or only a link."""
+    """A file's content; None if there is no such file or it is a link."""
     return path.read_bytes() if is_file(path) else None
 
 
 def check_no_links(folder: Path, names: tuple[str, ...]) -> None:
-    """Raise if one of these is a link: what is behind it is not the run's to change."""
+    """Raise if one of these is a link: a run must not change what it points to."""
     for name in names:
         if (folder / name).is_symlink():
             raise InputError(

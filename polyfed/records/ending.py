@@ -1,6 +1,6 @@
 """The end of a run, as run.json lists it: every file that the run left, so that a finished run can be checked.
 
-A run that is made longer goes on from here.
+A run that gets more rounds continues from here.
 """
 
 from __future__ import annotations

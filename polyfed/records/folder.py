@@ -1,13 +1,13 @@
 """The run folder: what a person needs later, as plain files with stable names and columns.
 
 config.yaml        the complete experiment, with versions; `polyfed run config.yaml` runs it again
-run.json           what the run began with, and its files: how it is recognised, checked and resumed
+run.json           what the run started with, and its files: how it is recognised, checked and resumed
 rounds.csv         a row per evaluated round
 evaluations.csv    a row per evaluated round, part (test, validation) and rule of prediction
 clients.csv        a row per client, written at the end
 summary.json       the run's result in a few numbers, written at the end
 events.jsonl       everything noteworthy, a line each: where it ran, rounds with their costs, faults, fallbacks
-checkpoint/        where to go on after an interruption; removed at the end
+checkpoint/        where to continue after an interruption; removed at the end
 models/            client-0003.safetensors: each client's private model (`model.…`) and what the method keeps beside it;
                    files of many clients if there are more than a few hundred; server.safetensors: the server's state
 """
@@ -31,7 +31,7 @@ from polyfed.errors import InputError
 from polyfed.message import State, state_bytes
 from polyfed.records import disk
 from polyfed.records.checkpoint import Checkpoints, Restored
-from polyfed.records.claim import check_free, locked, new_id, read_claim, taken
+from polyfed.records.claim import check_free, locked, new_id, read_claim, resume_command, taken
 from polyfed.records.ending import Ending
 from polyfed.records.log import Extent, Log
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
@@ -70,13 +70,14 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Experiment, facts: Mapping[str, str] | None = None) -> RunFolder:
-        """A new run's folder. It must be new or empty: nothing that lies there already is touched.
+        """A new run's folder. It must be new or empty: nothing that is already there is touched.
 
-        `facts` say what the run begins with beside its settings; `resume` checks that they are still true.
+        `facts` say what the run starts with besides its settings; `resume` checks that they are still true.
         """
         content = {
             "id": new_id(),
             "began_in": str(Path.cwd()),
+            "rounds": config.rounds,
             "settings": fixed_settings(config),
             "facts": dict(facts or {}),
         }
@@ -106,12 +107,12 @@ class RunFolder:
                 raise InputError(f"'{path}' holds no run: it has no {name}.")
         folder = cls(path)
         if not folder._content:
-            raise InputError(f"'{path / 'run.json'}' is damaged, so the run can't be recognised: put the file back.")
+            raise InputError(f"'{path / 'run.json'}' is damaged, so the run can't be recognised: restore the file.")
         return folder
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Inside, no other process can go on with this run. One that dies lets go of it."""
+        """Inside, no other process can work on this run. A process that dies releases it."""
         with locked(self.path):
             disk.check_no_links(self.path, NAMES)
             disk.remove_unfinished(self.path, NAMES)
@@ -129,7 +130,7 @@ class RunFolder:
         self._evaluations.append(as_csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
 
     def add_start(self, round: int, engine: str, machine: str) -> None:
-        """Record that the run begins, or goes on after that round."""
+        """Record that the run starts, or continues after that round."""
         versions = {name: version(name) for name in ("polyfed", "torch")}
         self.add_event("start", round=round, date=date.today().isoformat(), engine=engine, machine=machine, **versions)
 
@@ -144,12 +145,12 @@ class RunFolder:
         progress: Mapping[str, Any],
         states: States | None,
     ) -> None:
-        """Write a checkpoint of a finished round, which counts on all records so far."""
+        """Write a checkpoint of a finished round, which relies on all records so far."""
 
         def records() -> dict[str, Extent]:
             return {name: log.sync() for name, log in self._logs.items()}
 
-        if states is None:  # every client keeps its own
+        if states is None:  # every client keeps its own state
             self.checkpoints.save(round, server, progress, records=records)
         else:
             self.checkpoints.save(round, server, progress, states.changed_clients(), states.get_state, records)
@@ -158,7 +159,7 @@ class RunFolder:
             self._write_content(checkpointed=True)
 
     def restore(self, round: int | None = None, *, repair: bool = False) -> tuple[Restored | None, list[str]]:
-        """The newest whole checkpoint or that of a round, with all records cut back to it, and what was wrong.
+        """The newest intact checkpoint or that of a round, with all records cut back to it, and what was wrong.
 
         None if there has been no checkpoint yet, or for round 0: the run starts from the beginning.
         """
@@ -173,8 +174,8 @@ class RunFolder:
                 raise InputError(f"there is no checkpoint of round {round} in '{self.path}'; there are {known}.")
             if saved is None and self._content.get("checkpointed"):
                 raise InputError(
-                    f"all checkpoints of '{self.path}' are gone: put the folder 'checkpoint' back if you have it "
-                    "elsewhere, or start the run again from the beginning with --from 0."
+                    f"all checkpoints of '{self.path}' are gone: restore the folder 'checkpoint' if you have a "
+                    "copy, or start the run again from the beginning with --from 0."
                 )
         if saved is not None and round is not None:
             self.checkpoints.go_back(saved)
@@ -193,7 +194,7 @@ class RunFolder:
         states: States | None,
         summary: Mapping[str, Any],
     ) -> None:
-        """Write the models, clients.csv and summary.json; then the run is finished, and its checkpoints go."""
+        """Write the models, clients.csv and summary.json; then the run is finished, and its checkpoints are removed."""
         rows = list(clients)
         models = self.path / "models"
         disk.make_folder(models)
@@ -213,13 +214,13 @@ class RunFolder:
     def tidy(self) -> None:
         """Remove the checkpoints of a finished run, which a kill may have left."""
         if self.finished:
-            with suppress(OSError):  # someone else's, or on a disk that can only be read
+            with suppress(OSError):  # someone else's, or on a read-only disk
                 self.checkpoints.remove(LOGS)
 
     def reopen(self, *, repair: bool = False) -> list[str]:
-        """Make a finished run one that can go on: its end becomes a checkpoint. Returns what was wrong with it.
+        """Let a finished run continue: its end becomes a checkpoint. Returns what was wrong with it.
 
-        Records that are damaged stay as they are, unless `repair` says to go on with the rows that are left of them.
+        Damaged records are refused, unless `repair` says to continue with the rows that are left.
         """
         end = self._ending()
         models = self.path / "models"
@@ -229,14 +230,14 @@ class RunFolder:
             server = load(end.server.read(models))
         except Damaged as error:
             raise InputError(
-                f"the run in '{self.path}' can't go on: {error} in its folder 'models'; put the file back, or run it "
+                f"the run in '{self.path}' can't continue: {error} in its folder 'models'; restore the file, or run it "
                 "again from its config.yaml."
             ) from error
         damaged = [name for name, log in self._logs.items() if not log.has(end.records[name])]
         if damaged and not repair:
             raise InputError(
-                f"the run in '{self.path}' can't go on: {' and '.join(damaged)} changed after it had ended; put that "
-                "back, or go on with the rows that are left (--repair)."
+                f"the run in '{self.path}' can't continue: {' and '.join(damaged)} changed after it had ended; "
+                "restore that, or continue with the rows that are left (--repair)."
             )
         disk.make_folder(self.checkpoints.folder)
         problems = [log.cut(end.records[name], end.round) for name, log in self._logs.items()]
@@ -250,9 +251,13 @@ class RunFolder:
         return [problem for problem in problems if problem]
 
     def rewrite_config(self, config: Experiment) -> None:
-        """Keep changed settings: more rounds, or others that were asked for."""
+        """Keep changed settings: more rounds, or others that the user asked for."""
         self._write_content(settings=fixed_settings(config))
         disk.write(self.path / "config.yaml", config.to_yaml())
+
+    def plan(self, rounds: int) -> None:
+        """Remember how many rounds the run is to have from now on."""
+        self._write_content(rounds=rounds)
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -271,16 +276,22 @@ class RunFolder:
         return bool(self._content.get("finished"))
 
     @property
+    def planned_rounds(self) -> int | None:
+        """How many rounds the run was to have when it was last started; None if that was not recorded."""
+        rounds = self._content.get("rounds")
+        return rounds if isinstance(rounds, int) else None
+
+    @property
     def began_in(self) -> Path:
-        """The folder from which the run was started; relative paths in its settings begin there."""
+        """The folder from which the run was started; relative paths in its settings start there."""
         return Path(str(self._content.get("began_in", ".")))
 
     def check_settings(self, config: Experiment) -> None:
-        """Raise if these are not the settings that the run began with, as far as they determine its numbers."""
+        """Raise if these are not the settings that the run started with, as far as they determine its numbers."""
         check_same(self.path, self._content.get("settings", {}), fixed_settings(config))
 
     def check_facts(self, facts: Mapping[str, str]) -> None:
-        """Raise if data, partition or networks are not those that the run began with."""
+        """Raise if data, partition or networks are not those that the run started with."""
         known = self._content.get("facts", {})
         check_same(self.path, known, facts)
         if known:
@@ -294,7 +305,7 @@ class RunFolder:
         return [problem for problem in found if problem]
 
     def starts(self) -> list[dict[str, Any]]:
-        """When and where the run began, and went on if it was interrupted."""
+        """When and where the run started, and continued if it was interrupted."""
         return [event for event in self.events() if event["event"] == "start"]
 
     def origin(self) -> str:
@@ -315,18 +326,20 @@ class RunFolder:
         return self._frame("clients.csv")
 
     def events(self) -> list[dict[str, Any]]:
-        """The whole lines of events.jsonl."""
+        """The complete lines of events.jsonl."""
         lines = (disk.read(self.path / "events.jsonl") or b"").split(b"\n")
         return [event for line in lines if (event := event_of(line)) is not None]
 
     def summary(self) -> dict[str, Any]:
         """summary.json; a run that has not ended has none."""
         if not self.finished:
-            raise InputError(f"the run in '{self.path}' is not finished; go on with `polyfed resume {self.path}`.")
+            raise InputError(
+                f"the run in '{self.path}' is not finished; continue it with `{resume_command(self.path)}`."
+            )
         stored = self._ending().results[1]
         if problem := stored.change(self.path):
             raise InputError(
-                f"the result of the run in '{self.path}' can't be read: {problem}; put it back, or run it again from "
+                f"the result of the run in '{self.path}' can't be read: {problem}; restore it, or run it again from "
                 "its config.yaml."
             )
         content: dict[str, Any] = json.loads(stored.read(self.path))
@@ -341,10 +354,10 @@ class RunFolder:
                 file = self.path / "models" / shard.file
                 try:
                     return read_client(file, client)
-                except Exception as error:  # safetensors has errors of its own
-                    raise InputError(f"'{file}' is damaged or missing ({error}): put it back.") from error
+                except Exception as error:  # safetensors raises its own errors
+                    raise InputError(f"'{file}' is damaged or missing ({error}): restore it.") from error
         count = sum(len(shard.clients) for shard in shards)
-        raise InputError(f"there is no client {client}; the run has {count} clients, from 0.")
+        raise InputError(f"there is no client {client}; the run has {count} clients, counted from 0.")
 
     def server_state(self) -> State:
         """What the server remembered at the end of the run."""
@@ -360,15 +373,15 @@ class RunFolder:
             try:
                 self._parsed = listed, Ending.parse(listed, LOGS, RESULTS)
             except Damaged as error:
-                raise InputError(f"'{self.path / 'run.json'}' is damaged ({error}): put the file back.") from error
+                raise InputError(f"'{self.path / 'run.json'}' is damaged ({error}): restore the file.") from error
         return self._parsed[1]
 
     def _frame(self, name: str) -> pd.DataFrame:
         path = self.path / name
         if not path.exists() and self.finished:
-            raise InputError(f"'{path}' is missing: put it back, or run it again from its config.yaml.")
+            raise InputError(f"'{path}' is missing: restore it, or run it again from its config.yaml.")
         if not path.exists():
-            raise InputError(f"'{self.path}' has no {name} yet; go on with `polyfed resume {self.path}`.")
+            raise InputError(f"'{self.path}' has no {name} yet; continue the run with `{resume_command(self.path)}`.")
         try:
             return pd.read_csv(path)
         except (ValueError, pd.errors.ParserError, UnicodeDecodeError) as error:
@@ -393,5 +406,5 @@ class RunFolder:
         path, copy = self.path / name, self.path / "checkpoint" / name
         if columns:
             return Log(path, copy, as_csv([columns]), is_row)
-        # Where a run went on, and what it said on the way, stays known even if it did not get to a checkpoint.
+        # Starts and notes are kept even if the run did not get to a checkpoint after them.
         return Log(path, copy, "", is_event, lambda line: json.loads(line)["event"] != "round")

@@ -1,8 +1,8 @@
-"""Records that only grow, row by row, and of which a checkpoint knows how much it counts on.
+"""Records that only grow, row by row; a checkpoint notes how much of each it relies on.
 
 A checkpoint holds a record's extent: its rows, its bytes and a hash of them. Resuming cuts the record back to exactly
-that. A second copy lies beside the checkpoint and grows with it, so a record that was cut off, deleted or garbled
-meanwhile is put back from there.
+that. A second copy lies beside the checkpoint and grows with it. A record that was cut off, deleted or garbled
+meanwhile is restored from there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Extent:
     hash: str
 
     def of(self, content: bytes | None) -> bytes | None:
-        """The part of a content that is meant, or None if it is not there as it was."""
+        """That part of a content, or None if it is not there unchanged."""
         if content is None or digest(content[: self.length]) != self.hash:
             return None
         return content[: self.length]
 
 
 def digest(data: bytes) -> str:
-    """A short hash that tells damaged bytes from whole ones."""
+    """A short hash that tells damaged bytes from intact ones."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -46,7 +46,7 @@ class Log:
         fits: Callable[[str, int], bool],
         keeps: Callable[[str], bool] = lambda line: False,
     ) -> None:
-        """`fits` says whether a line looks like a whole row of a round up to the given one.
+        """`fits` says whether a line looks like a complete row of a round up to the given one.
 
         `keeps` says which of these rows stay when the record is cut back to an earlier extent.
         """
@@ -58,7 +58,7 @@ class Log:
         self._begin(self._header, copied=0)
 
     def create(self) -> None:
-        """Write the record with its header alone."""
+        """Write the record with only its header."""
         disk.write(self.path, self._header, sync_name=False)
 
     def append(self, text: str) -> None:
@@ -71,8 +71,8 @@ class Log:
         self._uncopied += data
 
     def sync(self, *, copy: bool = True) -> Extent:
-        """Force all rows to disk, in the record and in its copy, and say how much that is."""
-        if disk.is_file(self.path):  # someone may have deleted it; then there is still the copy
+        """Force all rows to disk, in the record and in its copy, and return its extent."""
+        if disk.is_file(self.path):  # if someone deleted it, there is still the copy
             disk.sync(self.path)
         if copy:
             disk.append(self._copy, bytes(self._uncopied), sync=True)
@@ -80,7 +80,7 @@ class Log:
         return Extent(self._rows, self._bytes, self._hash.hexdigest())
 
     def cut(self, extent: Extent | None, round: int) -> str:
-        """Go back to an extent, or to the header alone; returns what was wrong with the record, if anything."""
+        """Go back to an extent, or to only the header; returns what was wrong with the record, if anything."""
         found, copy = disk.read(self.path), disk.read(self._copy)
         whole, problem = (self._header, "") if extent is None else self._whole(extent, found, copy, round)
         beyond = found[len(whole) :] if found is not None and found.startswith(whole) else b""
@@ -107,7 +107,7 @@ class Log:
         )
 
     def _rows_of(self, content: bytes, round: int, wanted: Callable[[str], bool] = lambda line: True) -> bytes:
-        """The lines that look like whole rows."""
+        """The lines that look like complete rows."""
         lines = [line for line in _lines(content) if self._fits(line, round) and wanted(line)]
         return "".join(line + "\n" for line in lines).encode()
 
@@ -117,7 +117,7 @@ class Log:
         self._uncopied = bytearray(content[copied:])
 
     def has(self, extent: Extent) -> bool:
-        """Whether the record still begins with that extent."""
+        """Whether the record still starts with that extent."""
         return extent.of(disk.read(self.path)) is not None
 
     def damage(self, extent: Extent) -> str:

@@ -1,4 +1,4 @@
-"""What a run began with: resuming it with anything else would give numbers that belong to no experiment."""
+"""What a run started with: resuming it with anything else would give numbers that describe no experiment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyfed.config import Experiment
 from polyfed.errors import InputError
 
 FREE = {"rounds", "engine", "device", "workers", "memory_budget", "ray", "checkpoint_every", "data_folder"}
-"""Settings that may change when a run goes on: they say how long and where it runs, not what comes out."""
+"""Settings that may change when a run continues: they say how long and where it runs, not what comes out."""
 
 
 def fixed_settings(config: Experiment) -> dict[str, Any]:
@@ -27,21 +27,21 @@ def fixed_settings(config: Experiment) -> dict[str, Any]:
 
 
 def check_same(run: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise if something is not as it was when the run began, naming the first difference."""
+    """Raise if something is not as it was when the run started, naming the first difference."""
     for name, value in before.items():
         if name in now and now[name] != value:
             raise InputError(
-                f"{name} is {shown(now[name])}, but the run in '{run}' began with {shown(value)}: put that back, or "
-                "start a new run."
+                f"{name} is {shown(now[name])}, but the run in '{run}' started with {shown(value)}: restore that, "
+                "or start a new run."
             )
 
 
 def check_same_names(run: Path, before: Collection[str], now: Collection[str]) -> None:
-    """Raise if something that the run began with is gone, or something else has come."""
+    """Raise if something that the run started with is gone, or something is new."""
     gone, come = ([name for name in names if name not in others] for names, others in ((before, now), (now, before)))
     if gone or come:
         found = " and ".join([*(f"{name} is gone" for name in gone), *(f"{name} is new" for name in come)])
-        raise InputError(f"the run in '{run}' began with other things: {found}; put them back, or start a new run.")
+        raise InputError(f"the run in '{run}' started with other things: {found}; restore them, or start a new run.")
 
 
 def shown(value: Any) -> str:

@@ -27,5 +27,5 @@ def as_csv(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def as_json(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON that every program reads: it has no NaN, so a number that does not exist is null."""
+    """JSON that every program reads: it has no NaN, so a missing number is null."""
     return json.dumps({name: None if value != value else value for name, value in values.items()}, indent=indent)

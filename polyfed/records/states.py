@@ -1,7 +1,8 @@
-"""Clients' states on disk, many in one file: to write and sync a file takes as long as to write hundreds of states.
+"""Clients' states on disk, many in one file: writing and syncing a file takes as long as writing hundreds of states.
 
-A file holds clients whose states look alike (one architecture), each tensor stacked over them: `model.head.weight` is
-[clients, classes, features]. So it has few entries, and one client's are cut out without reading the others'.
+A file holds clients whose states have the same form (one architecture), with each tensor stacked over them:
+`model.head.weight` is [clients, classes, features]. So it has few entries, and one client's state can be read without
+the others'.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StoredFile:
         return data
 
     def change(self, folder: Path) -> str:
-        """In words, what has become of it since it was listed; empty if it is as it was."""
+        """What has happened to it since it was listed, in words; empty if nothing has."""
         if disk.read(folder / self.file) is None:
             return f"{self.file} is missing"
         try:
@@ -102,7 +103,7 @@ class Shard(StoredFile):
         return replace(self, copied=True)
 
     def mend(self, folder: Path) -> bool:
-        """See that the file is whole, if need be from its copy; whether it had to be put back. Raises `Damaged`."""
+        """Check that the file is intact, or restore it from its copy; returns whether it did. Raises `Damaged`."""
         try:
             self.read(folder)
         except Damaged:
@@ -114,7 +115,7 @@ class Shard(StoredFile):
 
 
 class States(Protocol):
-    """Where clients' states are while a run goes on: what a checkpoint is made of."""
+    """Where clients' states are while a run is in progress: what a checkpoint is made of."""
 
     def changed_clients(self) -> set[int]:
         """Clients whose state changed since `mark_saved`."""
@@ -127,7 +128,7 @@ class States(Protocol):
 
 
 def misfit(whose: str) -> InputError:
-    """The error for a state that is not one of this run."""
+    """The error for a state that does not belong to this run."""
     return InputError(
         f"the checkpoint's state of {whose} does not fit the run's networks and method: resume with the settings that "
         "the run had, or start a new one."
@@ -172,7 +173,7 @@ def write_shards(
 
 
 def write_models(folder: Path, clients: list[int], state: Callable[[int], State]) -> list[Shard]:
-    """Each client's state in a file of its own; if they are many, in files of many clients."""
+    """Each client's state in its own file; if there are many, in files of many clients."""
     if len(clients) > MOST_CLIENTS:
         return write_shards(folder, lambda number: f"clients-{number:04d}.safetensors", clients, state)
     files = [write_file(folder, f"client-{client:04d}.safetensors", state_bytes(state(client))) for client in clients]
@@ -180,14 +181,14 @@ def write_models(folder: Path, clients: list[int], state: Callable[[int], State]
 
 
 def stacked(states: Sequence[tuple[int, State]]) -> bytes:
-    """States that look alike as one safetensors file."""
+    """States of the same form as one safetensors file."""
     names = list(states[0][1])
     tensors = {name: torch.stack([own[name].detach() for _, own in states]).cpu().contiguous() for name in names}
     return save(tensors, {"clients": " ".join(str(client) for client, _ in states)})
 
 
 class ClientStates(Mapping[int, State]):
-    """States in files that are known to be whole; a large federation's would not fit into memory at once."""
+    """States in files that are known to be intact; those of a large federation would not fit into memory at once."""
 
     def __init__(self, folder: Path, shards: Iterable[Shard]) -> None:
         self._folder = folder

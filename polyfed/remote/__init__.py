@@ -1,4 +1,4 @@
-"""Clients that live elsewhere: a site beside each one's data, and an engine that talks to sites over a transport."""
+"""Clients that live elsewhere: a site beside each client's data, and an engine that talks to sites over a transport."""
 
 from polyfed.remote.agreement import Agreement
 from polyfed.remote.engine import RemoteEngine

@@ -13,19 +13,19 @@ from polyfed.remote.transport import Patience
 
 @dataclass(frozen=True)
 class Agreement:
-    """The same on the server and on every site; it goes to and from plain values."""
+    """The same on the server and on every site; it converts to and from plain values."""
 
     run: str
     """The run's id; a message of another run is refused."""
     experiment: Mapping[str, Any]
-    """The settings, without what is one side's own: data, networks, devices."""
+    """The settings, without those that belong to one side: data, networks, devices."""
     classes: int
     input_shape: tuple[int, ...]
     members: Mapping[str, int]
     """Who takes part, and as which client; every draw of a client depends on its number."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    """How pixels are normalised: alike everywhere, whatever each site's own images are like."""
+    """How pixels are normalised: the same everywhere, whatever each site's own images are."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Public keys by member, where the transport checks them."""
     reply_timeout: float = 600.0

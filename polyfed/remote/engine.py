@@ -37,7 +37,7 @@ class RemoteEngine(Engine):
                 continue
             found[client] = _profile(name, answer.facts["profile"])
         if absent:
-            raise RunError(f"{', '.join(absent)} did not join: start these sites, or take them out of the agreement.")
+            raise RunError(f"{', '.join(absent)} did not join: start these sites, or remove them from the agreement.")
         return found
 
     def available(self) -> Collection[int]:
@@ -120,7 +120,7 @@ def _profile(name: str, values: Any) -> Profile:
 
 
 def _evaluation(values: Any) -> Evaluation | None:
-    """An evaluation as it came over the wire; None for one that makes no sense."""
+    """An evaluation as it came over the wire; None if it makes no sense."""
     try:
         found = Evaluation(**values)
         parts = ((found.test, found.test_correct), (found.validation, found.validation_correct))

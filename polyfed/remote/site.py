@@ -1,8 +1,8 @@
 """One client of a federation beside its own data: it trains when asked, and keeps its state and its answers itself.
 
-A site knows no transport: `answer` takes a packet and gives one. What it has after each of the last two rounds is on
-disk before an answer leaves. So it can be asked the same again (the server was killed before it kept the answer) and
-gives the same, and after a crash of its own it goes on where it was.
+A site knows no transport: `answer` takes a packet and returns one. Its state after each of the last two rounds is on
+disk before an answer leaves. So if it is asked the same again (because the server was killed before it kept the
+answer), it answers the same, and after a crash of its own it continues where it was.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Site:
         disk.make_folder(folder)
         self._diary = Diary(folder, agreement.run, name)
         self._at: int | None = None
-        """The round after which the engine's state is; None: to be read again before the next training."""
+        """The round that the engine's state is from; None: read it again before the next training."""
 
     def answer(self, kind: Kind, packet: Packet) -> Packet:
-        """What the site answers; what it can't do is a `failure` in words, never an exception."""
+        """What the site answers; a problem is a `failure` in words, never an exception."""
         with self._lock:
             try:
                 if packet.facts.get("run") != self.agreement.run:
@@ -61,7 +61,7 @@ class Site:
             except (DivergedError, InputError) as error:
                 self._at = None
                 return Packet({"failure": str(error)})
-            except Exception as error:  # may hold paths and names of this site, which are nobody else's business
+            except Exception as error:  # may hold paths and names of this site, which must not leave it
                 self._at = None
                 self.notes.append(str(error))
                 return Packet({"failure": f"site '{self.name}' failed; its own notes say why"})
@@ -89,7 +89,7 @@ class Site:
 
     def _new_answer(self, round: int, download: Message, *, score: bool) -> Entry:
         self._go_to(self._diary.before(round))
-        self._at = None  # should the training fail
+        self._at = None  # in case the training fails
         (reply,) = self._engine.train(round, {self.client: download})
         scores = self._engine.evaluate([self.client], round) if score else {}
         entry = self._diary.add(round, self._engine.get_state(self.client), reply, scores.get(self.client))
@@ -104,7 +104,7 @@ class Site:
         return Packet({"evaluation": asdict(scores[self.client])})
 
     def _go_to(self, entry: Entry | None) -> None:
-        """Have the state after that round, or the first weights."""
+        """Load the state after that round, or the initial weights."""
         wanted = entry.round if entry else 0
         if self._at != wanted:
             if entry is not None:
@@ -138,7 +138,7 @@ class Entry:
 
 
 class Diary:
-    """The last rounds of a site, on disk: a list that is replaced when all it names has been synced."""
+    """The last rounds of a site, on disk: a list that is replaced once everything it names is synced."""
 
     def __init__(self, folder: Path, run: str, name: str) -> None:
         self.folder = folder
@@ -146,7 +146,7 @@ class Diary:
         self._name = name
         self._entries: list[Entry] = []
         self._dropped = False
-        """Whether there were earlier rounds than those that are kept."""
+        """Whether there were rounds before those that are kept."""
         content = disk.read(folder / "site.json")
         if content is not None:
             self._read(content)
@@ -175,7 +175,7 @@ class Diary:
         return next((entry for entry in self._entries if entry.round == round), None)
 
     def before(self, round: int) -> Entry | None:
-        """The round after which that round is to be trained; None if with the first weights."""
+        """The round whose state that round starts from; None for the initial weights."""
         earlier = [entry for entry in self._entries if entry.round < round]
         if not earlier and self._dropped:
             kept = " and ".join(str(entry.round) for entry in self._entries)
@@ -186,7 +186,7 @@ class Diary:
         return earlier[-1] if earlier else None
 
     def add(self, round: int, state: State, reply: Reply, evaluation: Evaluation | None) -> Entry:
-        """Keep a round, and no more than the last ones before it; later ones are of a past that is gone."""
+        """Keep a round and the last ones before it; later ones are dropped, because the run went back."""
         facts: dict[str, Any] = {"loss": None if math.isnan(reply.loss) else reply.loss, "flops": reply.flops}
         if evaluation is not None:
             facts["evaluation"] = asdict(evaluation)

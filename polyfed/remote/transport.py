@@ -27,7 +27,7 @@ class Packet:
         return bool(self.facts.get("failure"))
 
     def to_bytes(self) -> tuple[bytes, bytes]:
-        """The facts as JSON and the message as safetensors; no message is no bytes."""
+        """The facts as JSON and the message as safetensors; without a message, no bytes."""
         return json.dumps(self.facts).encode(), b"" if self.message is None else self.message.to_bytes()
 
     @staticmethod
@@ -64,7 +64,7 @@ class Patience:
 
 
 class Transport(ABC):
-    """Two questions: who is there, and what do these answer."""
+    """Two questions: who is there, and what do they answer?"""
 
     @abstractmethod
     def nodes(self) -> Collection[str]:
@@ -82,10 +82,10 @@ class Transport(ABC):
         patience: Patience,
         done: Callable[[str], None] = lambda node: None,
     ) -> dict[str, Packet]:
-        """Send each of these members its packet and gather what comes back in time.
+        """Send each of these members its packet and collect the answers that arrive in time.
 
-        `done` is called as each one answers. Whoever does not answer is missing in the result; what it answers later is
-        dropped and never taken for the answer to another question.
+        `done` is called as each one answers. Members that do not answer are missing from the result; what
+        they answer later is dropped and never mistaken for the answer to another question.
         """
 
 
@@ -112,9 +112,9 @@ class InMemoryTransport(Transport):
         seconds: Callable[[str, Kind, Packet], float] = lambda node, kind, packet: 0.0,
     ) -> None:
         self.sites = dict(sites)
-        """What each member answers; one that is taken out can't be reached."""
+        """What each member answers; one that is removed can't be reached."""
         self.record: list[tuple[Kind, str, bytes, bytes]] | None = [] if record else None
-        """What went over the wire: kind, member, facts and message, requests and answers in their order."""
+        """What went over the wire: kind, member, facts and message, requests and answers in order."""
         self.now = 0.0
         """The time, in seconds."""
         self._seconds = seconds

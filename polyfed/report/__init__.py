@@ -1,1 +1,1 @@
-"""Tables and pictures from runs, and how a run shows itself while it goes on."""
+"""Tables and pictures from runs, and the display of a run's progress."""

@@ -1,4 +1,4 @@
-"""How a run shows itself while it goes on: a bar on a terminal, a line in a notebook, plain lines elsewhere."""
+"""The display of a run's progress: a bar on a terminal, a line in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from polyfed.server.federation import Watcher
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """A console that prints texts as they are: what a user typed may look like markup or like an emoji's name."""
+    """A console that prints text unchanged: what a user typed may look like markup or like an emoji's name."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 class QuietProgress(Watcher):
-    """Says nothing, but lets Ctrl-C end the run after the round in progress."""
+    """Shows nothing, but lets Ctrl-C end the run after the round in progress."""
 
     _running = False
 
@@ -39,17 +39,17 @@ class QuietProgress(Watcher):
         self._running = True
 
     def on_reading(self, what: str, done: int, total: int) -> None:
-        """So many pictures of a dataset have been read."""
+        """This many pictures of a dataset have been read."""
 
     @contextmanager
     def showing(self) -> Iterator[None]:
-        """While inside, what there is to show is shown."""
+        """Inside, the display is on."""
         with listening(self.on_reading):
             yield
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The same, and Ctrl-C or SIGTERM lets a run stop after its round; a second one, or an early one, at once."""
+        """The same, and Ctrl-C or SIGTERM stops a run after its round; a second or an early one stops it at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             self.terminated = self.terminated or number == signal.SIGTERM
@@ -169,7 +169,7 @@ class BarProgress(QuietProgress):
 
 @contextmanager
 def watched(watcher: Watcher | None, progress: bool | None) -> Iterator[Watcher]:
-    """Who is told how a run from Python goes on: the caller's watcher, or a bar where someone can see it.
+    """Who is told about the progress of a run from Python: the caller's watcher, or a bar where someone can see it.
 
     With `progress` None that is on a terminal and in a notebook; True shows it anywhere, False nowhere.
     """

@@ -80,7 +80,7 @@ def method_options_table() -> Table:
             [f"  {o['name']}", typed(o["default"]), f"{o['description']} ({o['range']})"] for o in method["options"]
         ]
     table = _table(["option", "default", "meaning (range)"], rows)
-    table.caption, table.caption_justify = "An option is set by --set method.NAME=VALUE.", "left"
+    table.caption, table.caption_justify = "Set an option with --set method.NAME=VALUE.", "left"
     return table
 
 
@@ -134,7 +134,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _test_set(choice: str) -> list[list[str]]:
-    """A row on the test set that the data brought along, if they did."""
+    """A row on the test set that came with the data, if there is one."""
     words = {"apart": "for testing only", "pooled": "with training samples"}
     return [["test set of the data", choice, words[choice]]] if choice in words else []
 

@@ -20,6 +20,7 @@ from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
 from polyfed.profile import check_common, samples_known
 from polyfed.records import Restored, RunFolder
+from polyfed.records.claim import resume_command
 from polyfed.records.states import misfit
 from polyfed.seeds import numpy_generator
 from polyfed.server.replies import MOST_SAMPLES, Door
@@ -29,7 +30,7 @@ CHECKPOINT_SHARE = 0.03
 
 
 class Watcher:
-    """Is told how a run goes on; the default says nothing. The command line shows progress with one."""
+    """Is told about a run's progress; the default shows nothing. The command line uses one to show progress."""
 
     stop_requested = False
     """Set it, and the run ends after the round in progress, with a checkpoint."""
@@ -83,7 +84,7 @@ class Federation:
         self._last_checkpoint = time.perf_counter()
 
     def restore(self, saved: Restored) -> None:
-        """Go on where a checkpoint stands."""
+        """Continue from a checkpoint."""
         self.server.round = saved.round
         try:
             self.server.load(saved.server)
@@ -103,7 +104,7 @@ class Federation:
                 self.checkpoint()
                 raise Interrupted(
                     f"stopped after round {number} of {self.config.rounds}; "
-                    f"go on with `polyfed resume {self.folder.path}`."
+                    f"continue with `{resume_command(self.folder.path)}`."
                 )
             if self._checkpoint_is_due(number):
                 self.checkpoint()
@@ -115,7 +116,7 @@ class Federation:
         try:
             self.folder.save(self.server.round, self.server.named_state(), self.progress.to_dict(), self.engine.states)
         except (OSError, MemoryError, RuntimeError) as error:
-            # A full disk or a lack of memory must not end a run: the checkpoint before is still there.
+            # A full disk or a lack of memory must not end a run: the previous checkpoint is still there.
             if not isinstance(error, OSError) and not out_of_memory(error):
                 raise
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else "out of memory"
@@ -124,7 +125,7 @@ class Federation:
         self._checkpoint_seconds = self._last_checkpoint - begin
 
     def participants(self, round: int) -> list[int]:
-        """The clients that take part in a round: so many of those that can be asked."""
+        """The clients that take part in a round: a share of those that can be asked."""
         there = sorted(self.engine.available())
         count = min(share_of(len(there), self.config.participation), len(there))
         if count == len(there):
@@ -149,9 +150,9 @@ class Federation:
         if row["replies"] < self.config.min_replies:
             self.checkpoint()
             raise RunError(
-                f"round {number} has {row['replies']} sound replies and needs {self.config.min_replies} (min_replies); "
-                f"the reasons are in {self.folder.path / 'events.jsonl'}, and `polyfed resume {self.folder.path}` goes "
-                "on with the next round."
+                f"round {number} has {row['replies']} valid replies and needs {self.config.min_replies} (min_replies); "
+                f"the reasons are in {self.folder.path / 'events.jsonl'}, and `{resume_command(self.folder.path)}` "
+                "continues with the next round."
             )
 
     def _train_and_fuse(self, number: int) -> tuple[dict[str, Any], float]:
@@ -193,7 +194,7 @@ class Federation:
         return row, round(trained - begin, 4)
 
     def _note_remarks(self, replies: list[Reply]) -> None:
-        """Keep what was remarked on clients, one note for all of whom the same is said, and on the server."""
+        """Record remarks on clients, one note for all clients with the same remark, and remarks on the server."""
         remarks: dict[str, list[int]] = {}
         for reply in replies:
             for note in reply.notes:
@@ -210,10 +211,10 @@ class Federation:
         self.server.notes.clear()
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
-        """The replies that can be fused; every other is noted with its reason."""
+        """The replies that can be fused; each of the others is noted with its reason."""
         sound, refused = self.door.admit(number, replies, self.progress.sizes)
         for client, reason in refused.items():
-            self.note(f"round {number} goes on without client {client}: {reason}", client=client)
+            self.note(f"round {number} continues without client {client}: {reason}", client=client)
         return sound
 
     def _evaluates(self, number: int) -> bool:

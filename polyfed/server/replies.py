@@ -1,7 +1,7 @@
-"""The door on the server's side: what a reply passes through before it is fused, and what is remembered of it.
+"""The door on the server's side: the checks before a reply is fused, and what is remembered of it.
 
-A reply comes in if it arrived, is what the method agreed on, claims no more samples than a client can have, and is not
-far larger than usual. What is usual is a median, so this holds while fewer than half of the replies are hostile.
+A reply is accepted if it arrived, is what the method agreed on, claims no more samples than a client can have, and is
+not far larger than usual. What is usual is a median, so this works while fewer than half of the replies are hostile.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MOST_SAMPLES = 10**7
 """What a reply may claim where nobody knows how many samples a client has."""
 REMEMBERED_ROUNDS = 5
 UNUSUAL = 10.0
-"""A reply that is so many times as large as usual is named when training diverges soon after."""
+"""A reply this many times as large as usual is named when training diverges soon after."""
 SMALL = 0.05
-"""A tensor is never compared with less than this: one that begins at zero may grow by any factor."""
+"""A tensor is never compared with less than this: one that starts at zero may grow by any factor."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Sizes:
     """How large the replies of the last rounds were, tensor by tensor; a size is the largest absolute value."""
 
     rounds: list[dict[str, tuple[float, int]]] = field(default_factory=list)
-    """Of each remembered round and each tensor the median size of the accepted replies, and how many these were."""
+    """For each remembered round and each tensor, the median size of the accepted replies and their number."""
     unusual: list[tuple[int, int, float]] = field(default_factory=list)
     """Accepted replies that were unusually large: round, client and how many times as large as usual."""
 
@@ -81,7 +81,7 @@ class Door:
     def __init__(self, method: Method, bound: float | None, most_samples: int = MOST_SAMPLES) -> None:
         self.method = method
         self.bound = bound
-        """How many times as large as usual a reply may be; none: as large as it likes."""
+        """How many times as large as usual a reply may be; none: no limit."""
         self.most_samples = most_samples
         self._checks = (self._arrived, self._agreed, self._counted)
 
@@ -109,7 +109,7 @@ class Door:
 
     @contextmanager
     def naming_causes(self, sizes: Sizes) -> Iterator[None]:
-        """Inside, training that diverges also names the unusually large reply that was fused before, if there was."""
+        """Inside, an error about diverged training also names an unusually large reply that was fused before."""
         try:
             yield
         except DivergedError as error:
@@ -130,7 +130,7 @@ class Door:
         self.method.check(reply.message)
 
     def _counted(self, reply: Reply) -> None:
-        """A client's samples, of all its classes together, are at most as many as a client can have."""
+        """A client claims no more samples, in all its classes together, than a client can have."""
         for name, entry in self.method.agreed_schema.metadata.items():
             if isinstance(entry, Counts) and name in reply.message.metadata:
                 total = int(reply.message.metadata[name].sum())
@@ -145,7 +145,7 @@ class Door:
 
 
 def _ratios(measured: Mapping[int, Mapping[str, float]], sizes: Sizes) -> tuple[dict[int, float], dict[int, str]]:
-    """By client, how many times as large as usual its reply is, and the tensor of which that is true."""
+    """By client, how many times as large as usual its reply is, and in which tensor."""
     names = dict.fromkeys(name for found in measured.values() for name in found)
     usual = {name: sizes.usual(name, [found[name] for found in measured.values() if name in found]) for name in names}
     ratios: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What a federation's accuracy is: means over clients, the worst of them, and which round counts."""
+"""A federation's accuracy: means over clients, the worst clients, and the round that counts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def summarise(scores: Mapping[int, Evaluation], part: Part, rule: str) -> dict[s
 class Best:
     """The final accuracy, the one at the round best on validation, and the best on test; of a client or a federation.
 
-    Rounds that are equally good on validation count as the first of them.
+    Of rounds that are equally good on validation, the first counts.
     """
 
     final: float = math.nan
@@ -51,7 +51,7 @@ class Best:
     best_round: int = 0
 
     def add(self, round: int, test: float, validation: float) -> None:
-        """Take note of an evaluated round."""
+        """Add an evaluated round."""
         self.final = test
         if not self.best >= test:
             self.best, self.best_round = test, round
@@ -59,7 +59,7 @@ class Best:
             self.best_validation, self.best_validation_round, self.at_best_validation = validation, round, test
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; JSON has no NaN, so what does not exist is None."""
+        """Plain values; JSON has no NaN, so a missing value is None."""
         return {name: None if value != value else value for name, value in asdict(self).items()}
 
     @staticmethod
@@ -71,7 +71,7 @@ class Best:
 
 @dataclass
 class Progress:
-    """What a run remembers between rounds beside states: best accuracies, latest evaluations, costs so far."""
+    """What a run remembers between rounds besides states: best accuracies, latest evaluations, costs so far."""
 
     federation: Best = field(default_factory=Best)
     clients: dict[int, Best] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Progress:
     stale: set[int] = field(default_factory=set)
     """Clients that trained since they were last evaluated."""
     sizes: Sizes = field(default_factory=Sizes)
-    """How large replies were, so that a resumed run decides alike which to refuse."""
+    """How large replies were, so that a resumed run refuses the same ones."""
 
     def add_costs(self, costs: Mapping[str, float]) -> None:
         """Add a round's costs to the totals."""

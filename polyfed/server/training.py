@@ -38,7 +38,7 @@ def train_on_vectors(
     """Minimise the mean loss over the vectors in shuffled mini-batches; returns the mean loss of the last epoch.
 
     The loss gives one value per vector and is by default the cross entropy of the module's output. `work` is about how
-    many multiplications a step takes; none: as if every weight met every vector, forth and back.
+    many multiplications a step takes; none: as if every weight were used for every vector, forward and backward.
     """
     work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
 
@@ -88,7 +88,7 @@ def take_steps(
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Inside, the server launches its kernels one by one, as a plain loop does; to compare with."""
+    """Inside, the server launches its kernels one by one, as a plain loop does; for comparisons."""
     token = _eager.set(True)
     try:
         yield
@@ -109,16 +109,17 @@ def check_finite(module: nn.Module, what: str, round: int, lr: float, received: 
     advice = (
         f"lower the learning rate there (--set method.server_lr={lr / 10:g})"
         if sent < SANE
-        else f"clients sent values of up to {sent:.1e}, so it is their training that has diverged; lower its learning "
+        else f"clients sent values of up to {sent:.1e}, so their training has diverged; lower its learning "
         "rate (--lr) or limit the gradient (--set training.clip=10)"
     )
     raise DivergedError(f"the weights of the server's {what} are no longer finite in round {round}: {advice}.")
 
 
 class _Replayed:
-    """A step of fixed size as one graph on the GPU, because launching its small kernels takes longer than their work.
+    """A step of fixed size as one graph on the GPU, because launching its small kernels takes longer than running them.
 
-    The first steps run one by one, as a capture needs; so does a step of another size, such as an epoch's last.
+    The first steps run without a graph, because a capture needs that; so does a step of another size, such as an
+    epoch's last.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], size: int) -> None:

@@ -106,8 +106,8 @@ def test_floats_and_truths_are_labels_if_they_are_whole() -> None:
         (COLOUR, np.where(LABELS == 2, np.inf, LABELS), "label inf at index 2, but polyfed classifies"),
         (COLOUR, LABELS[:0].astype(str), "labels of type"),
         (COLOUR, np.eye(6, dtype=int), r"shape \(6, 6\): give one whole number .* y.argmax\(1\)"),
-        (COLOUR, LABELS.astype(str), "texts, such as '0': number them"),
-        (COLOUR, LABELS.astype(str).astype(object), "texts, such as '0': number them"),
+        (COLOUR, LABELS.astype(str), "text, such as '0': number them"),
+        (COLOUR, LABELS.astype(str).astype(object), "text, such as '0': number them"),
         (COLOUR.astype(np.int64), LABELS, "int64 data"),
         (COLOUR.reshape(6, -1), LABELS, "uint8 data"),
         (COLOUR[:0], LABELS[:0], "no samples"),
@@ -129,9 +129,9 @@ def test_bad_arrays_are_refused_in_one_sentence(x: np.ndarray, y: np.ndarray, wo
 def test_test_arrays_must_be_complete_and_alike() -> None:
     with pytest.raises(InputError, match="give both or neither"):
         from_arrays(COLOUR, LABELS, COLOUR)
-    with pytest.raises(InputError, match="make them alike"):
+    with pytest.raises(InputError, match="make them the same"):
         from_arrays(COLOUR, LABELS, COLOUR[:, :, :4], LABELS)
-    with pytest.raises(InputError, match="make them alike"):
+    with pytest.raises(InputError, match="make them the same"):
         from_arrays(COLOUR, LABELS, COLOUR / 255, LABELS)
 
 

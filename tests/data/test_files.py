@@ -57,7 +57,7 @@ def test_unreadable_archives_are_refused_in_one_sentence(tmp_path: Path) -> None
         load_dataset(f"npz:{path}")
     for content in (b"not an archive", b""):
         path.write_bytes(content)
-        with pytest.raises(InputError, match="bad.npz is no npz archive, whatever its name says: save it with"):
+        with pytest.raises(InputError, match="bad.npz is not an npz archive, in spite of its name: save it with"):
             load_dataset(f"npz:{path}")
     np.savez(path, x_train=PIXELS)
     path.write_bytes(path.read_bytes()[:-200])

@@ -99,7 +99,7 @@ def test_the_released_code_s_split_keeps_it_apart_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("dataset", "wish", "words"),
     [
-        (support.tiny_dataset(), "apart", "'tiny' brings no test set along: leave test_set on auto"),
+        (support.tiny_dataset(), "apart", "'tiny' comes without a test set: leave test_set on auto"),
         (own([0, 1] * 50, [7, 8]), "auto", "no sample of the test set .* pooled"),
         (own([0, 1] * 50, [0, 1]), "apat", "did you mean 'apart'"),
         (own([0, 1, 0], [0, 1] * 20), "auto", "4 clients cannot share the 3 training samples"),

@@ -90,7 +90,7 @@ def test_compat_rounds_down_and_may_give_a_class_twice() -> None:
 
 
 def test_compat_needs_numbers_that_fit() -> None:
-    with pytest.raises(InputError, match="7 × 3 is no multiple of 10"):
+    with pytest.raises(InputError, match="7 × 3 is not a multiple of 10"):
         partition(CIFAR10, "shares", 7, classes_per_client=3, compat=True)
 
 
@@ -104,7 +104,7 @@ def test_classes_without_samples_are_not_given_away() -> None:
     for kind in PARTITIONS:
         table = counts(dataset, partition(dataset, kind, 3, classes_per_client=3, alpha=10))
         assert table.sum() == 60 and (table.sum(1) > 0).all()
-    with pytest.raises(InputError, match="samples of 3 classes: take 1 to 3"):
+    with pytest.raises(InputError, match="samples of 3 classes: use 1 to 3"):
         partition(dataset, "shares", 3, classes_per_client=4)
 
 
@@ -210,11 +210,11 @@ def test_iid_sizes_differ_by_at_most_one() -> None:
     ("change", "words"),
     [
         ({"kind": "share"}, "did you mean 'shares'"),
-        ({"clients": 0}, "take 1 to 40 clients"),
-        ({"clients": 41}, "take 1 to 40 clients"),
-        ({"classes_per_client": 5}, "has samples of 4 classes: take 1 to 4"),
-        ({"classes_per_client": 0}, "take 1 to 4"),
-        ({"kind": "pathological", "classes_per_client": 5}, "take 1 to 4"),
+        ({"clients": 0}, "use 1 to 40 clients"),
+        ({"clients": 41}, "use 1 to 40 clients"),
+        ({"classes_per_client": 5}, "has samples of 4 classes: use 1 to 4"),
+        ({"classes_per_client": 0}, "use 1 to 4"),
+        ({"kind": "pathological", "classes_per_client": 5}, "use 1 to 4"),
         ({"kind": "dirichlet", "alpha": 0.0}, "above 0"),
         ({"kind": "dirichlet", "alpha": float("nan")}, "above 0"),
         ({"kind": "dirichlet", "compat": True}, "shares only"),

@@ -74,7 +74,7 @@ def test_a_missing_source_says_in_one_sentence_where_and_how(
     message = str(caught.value)
     assert name in message and str(tmp_path) in message and "POLYFED_DATA" in message and "\n" not in message
     assert not list(tmp_path.iterdir())  # a folder is not made for nothing
-    layouts = {"mnist": "MNIST/raw/", "fashion-mnist": "packed or not, in fashion-mnist/", "flowers102": "jpg/"}
+    layouts = {"mnist": "MNIST/raw/", "fashion-mnist": "gzipped or not, in fashion-mnist/", "flowers102": "jpg/"}
     assert layouts.get(name, "") in message
     if name != "tiny-imagenet":
         assert f"{name}.npz" in message and ("no network" in message) == download

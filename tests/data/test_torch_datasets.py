@@ -78,7 +78,7 @@ IMAGE = torch.zeros(1, 4, 4)
         (Stream(), r"is a Stream without a length .* list\(dataset\)"),
         (DataLoader(TensorDataset(IMAGE)), "give its dataset, loader.dataset"),
         ([(IMAGE, torch.eye(3)[0])], "labels of 3 values each: .* one-hot .*argmax"),
-        ([(IMAGE, "cat")], "texts, such as 'cat': number them"),
+        ([(IMAGE, "cat")], "text, such as 'cat': number them"),
         ([(IMAGE, None)], "label of type NoneType at position 0"),
         (TensorDataset(IMAGE), "sample 0 of dataset 'mine' has 1 entries: give pairs"),
         ([IMAGE], "sample 0 of dataset 'mine' is a Tensor: give pairs"),

@@ -15,7 +15,7 @@ from polyfed.config import describe_range, read_experiment
 from polyfed.engines import ENGINES, LocalEngine, SequentialEngine, new_engine
 from tests import support
 from tests.methods.test_outside import example
-from tests.test_resume import StopAfterTwo
+from tests.stopping import StopAfterTwo
 
 MODULE = "backwards_of_someone"
 ADDRESS = f"{MODULE}:BackwardsEngine"
@@ -68,7 +68,8 @@ def test_an_engine_of_the_command_line_knows_its_settings(elsewhere: Path) -> No
 
 
 def stopped(out: Path, engine: Any) -> None:
-    with pytest.raises(polyfed.RunError, match="stopped after round 2"):
+    trust = " --trust" if engine == ADDRESS else ""
+    with pytest.raises(polyfed.RunError, match=f"stopped after round 2 .*`polyfed resume {out}{trust}`"):
         run(out, engine=engine, rounds=3, watcher=StopAfterTwo())
     forget()
 
@@ -146,7 +147,7 @@ class Half(LocalEngine):
         ("tests.engines.test_outside:Half", "the engine Half is not complete: define evaluate, train in it"),
         ("no.such.module:Engine", "can't be imported"),
         (Unnamed, "the engine Unnamed has no name: give its class one, such as name = 'my-engine'"),
-        (Auto, "the engine Auto is called 'auto', as one of polyfed's own: give its class another name"),
+        (Auto, "the engine Auto is called 'auto', like one of polyfed's own: give its class another name"),
         (Half, "define evaluate, train in it"),
         (3, "engine is a value of type int, but must be a name, package.module:Class or a subclass of polyfed.Engine"),
     ],

@@ -232,7 +232,7 @@ def test_architectures_that_do_not_fit_side_by_side_train_one_after_another(
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes")
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert [note["note"] for note in notes if "side by side" in note["note"]] == [
-        "not all architectures fit into memory side by side; from now on one after another"
+        "not all architectures fit into memory side by side; from now on they train one after another"
     ]
 
 
@@ -249,7 +249,7 @@ def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkey
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes", models=(support.Wide,))
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert [note["note"] for note in notes if "did not fit" in note["note"]] == [
-        "4 clients at once did not fit into memory; from now on 2 at most"
+        "4 clients at once did not fit into memory; from now on at most 2 train together"
     ]
 
 
@@ -363,7 +363,7 @@ def test_why_a_step_can_not_be_captured() -> None:
     assert isinstance(reason(failed(torch.OutOfMemoryError("full"))), torch.OutOfMemoryError)
     said = reason(failed(RuntimeError("no copy\nwhile capturing")))
     assert isinstance(said, InputError)
-    assert "(no copy while capturing): take --engine sequential" in str(said)
+    assert "(no copy while capturing): use --engine sequential" in str(said)
 
 
 @pytest.mark.parametrize(

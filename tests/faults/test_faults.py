@@ -14,7 +14,7 @@ from polyfed.records import RunFolder
 from polyfed.server.federation import Watcher
 from tests import support
 from tests.faults.disk_faults import Journal, Killed
-from tests.test_resume import records
+from tests.stopping import records
 
 METHOD = "fedproto"
 SETTINGS: dict[str, Any] = {
@@ -112,7 +112,7 @@ def check_power_cuts(tmp_path: Path, whole: Path, most: int) -> None:
 
 
 def check_lengthening(tmp_path: Path, whole: Path, most: int) -> None:
-    """A finished run of three rounds dies while it goes on to five."""
+    """A finished run of three rounds dies while it continues to five."""
     start(tmp_path / "whole")
     lengthen(tmp_path / "whole")
     shutil.copytree(whole, tmp_path / "count" / "run")

@@ -1,4 +1,4 @@
-"""Whole runs with one hostile client of five: it is refused and the run goes on, or it is named if training breaks."""
+"""Whole runs with one hostile client of five: it is refused and the run continues, or named if training breaks."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -53,7 +53,7 @@ def poisoned(tmp_path: Path, method: str, factor: float, when: Collection[int] =
 
 def refusals(run: Federation) -> list[tuple[int, int]]:
     events = run.folder.events()
-    return [(e["round"], e["client"]) for e in events if "goes on without client" in e.get("note", "")]
+    return [(e["round"], e["client"]) for e in events if "continues without client" in e.get("note", "")]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "standalone"])

@@ -12,7 +12,7 @@ import polyfed
 from polyfed import methods, registry
 from polyfed.methods.base import Method
 from tests import support
-from tests.test_resume import StopAfterTwo
+from tests.stopping import StopAfterTwo
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "feature_length_of_someone:FeatureLength"
@@ -49,7 +49,9 @@ def test_the_example_runs_by_its_address(elsewhere: Path) -> None:
 def test_a_method_that_a_file_names_is_imported_only_if_trusted(elsewhere: Path) -> None:
     own = {"data": support.tiny_dataset(), "models": [support.Wide]}
     settings = {**support.DEFAULTS, "rounds": 3}
-    with pytest.raises(polyfed.RunError, match="stopped after round 2"):
+    with pytest.raises(
+        polyfed.RunError, match=r"stopped after round 2 of 3; continue with `polyfed resume .*run --trust`"
+    ):
         polyfed.run(ADDRESS, **settings, **own, out=elsewhere / "run", watcher=StopAfterTwo())
     del polyfed.METHODS[ADDRESS]
     sys.modules.pop("feature_length_of_someone")

@@ -1,4 +1,4 @@
-"""Checkpoints: whatever happens to the newest, one that is whole is left."""
+"""Checkpoints: whatever happens to the newest, one that is intact is left."""
 
 import errno
 import json
@@ -171,7 +171,7 @@ def test_what_is_lost_for_good_is_asked_about(tmp_path: Path) -> None:
     save(checkpoints, 2, changed=(1,))
     for path in tmp_path.glob("clients-0.1.*"):
         path.write_bytes(b"")
-    with pytest.raises(InputError, match=r"no checkpoint in .* is whole \(manifest.json: .*manifest.1.json.*--repair"):
+    with pytest.raises(InputError, match=r"no checkpoint in .* is intact \(manifest.json: .*manifest.1.json.*--repair"):
         checkpoints.restore()
     saved = checkpoints.restore(repair=True)
     assert saved is not None and saved.round == 2

@@ -1,6 +1,7 @@
 """A run overwrites nothing: it has a folder of its own, follows no links, and deletes only what it wrote."""
 
 import multiprocessing
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from polyfed.errors import InputError
 from polyfed.records import RunFolder
 from polyfed.records.claim import locked, read_claim
 from tests import support
-from tests.test_resume import StopAfterTwo
+from tests.stopping import StopAfterTwo
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -74,6 +75,29 @@ def test_an_old_summary_does_not_make_a_run_finished(tmp_path: Path) -> None:
     result = polyfed.resume(tmp_path / "run", **own())
     assert result.rounds["round"].tolist() == [1, 2, 3]
     assert result.summary["rounds"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "trust"),
+    [
+        ({"models": "cnn5"}, False),
+        ({"models": "cnn5,nets_of_user:Small"}, True),
+        ({"models": "python:Small"}, False),  # passed again as Python objects
+        ({"auxiliary": "nets_of_user:Small"}, True),
+        ({"data": "npz:images.npz"}, False),
+        ({"method": {"name": "pfedes", "proxy": "nets_of_user:proxy"}}, True),
+    ],
+)
+def test_the_advice_to_resume_names_trust_where_code_is_imported(
+    tmp_path: Path, settings: dict[str, Any], trust: bool
+) -> None:
+    path = tmp_path / "run"
+    folder = RunFolder.create(path, experiment(**{"method": "standalone", **settings}))
+    command = f"`polyfed resume {path}{' --trust' if trust else ''}`"
+    with pytest.raises(InputError, match=re.escape(f"already holds a run; continue it with {command}, or choose")):
+        RunFolder.create(path, experiment(method="standalone"))
+    with pytest.raises(InputError, match=re.escape(f"is not finished; continue it with {command}.")):
+        folder.summary()
 
 
 def attempt(folder: Path, barrier: Any, results: Any) -> None:

@@ -77,7 +77,7 @@ def test_the_folder_of_a_finished_run_is_complete(tmp_path: Path) -> None:
 def test_an_existing_run_is_not_touched(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     folder.add_round(row(1))
-    with pytest.raises(InputError, match="already holds a run; go on with `polyfed resume"):
+    with pytest.raises(InputError, match="already holds a run; continue it with `polyfed resume"):
         new_folder(tmp_path)
     assert len(folder.rounds()) == 1
 
@@ -213,7 +213,7 @@ def test_a_summary_that_is_not_the_run_s_is_no_result(tmp_path: Path) -> None:
     folder.finish(1, {}, {}, [], None, {"rounds": 1})
     for content in ("{}", "[1]", '{"rounds": 2}'):
         (folder.path / "summary.json").write_text(content)
-        with pytest.raises(InputError, match="summary.json has changed since the run ended; put it back, or run"):
+        with pytest.raises(InputError, match="summary.json has changed since the run ended; restore it, or run"):
             folder.summary()
 
 
@@ -246,7 +246,7 @@ def test_a_run_json_with_a_strange_end_is_refused(tmp_path: Path, end: Any) -> N
     (folder.path / "run.json").write_text(json.dumps({**content, "finished": end or [0]}))
     folder = RunFolder.open(folder.path)
     for read in (folder.damage, folder.summary, folder.reopen, lambda: folder.model_state(0)):
-        with pytest.raises(InputError, match="run.json' is damaged .*: put the file back"):
+        with pytest.raises(InputError, match="run.json' is damaged .*: restore the file"):
             read()
 
 
@@ -258,7 +258,7 @@ def test_a_finished_run_with_a_damaged_record_is_not_changed_unless_asked(tmp_pa
     rows = (folder.path / "rounds.csv").read_text().splitlines(keepends=True)
     (folder.path / "rounds.csv").write_text("".join([*rows[:2], rows[2][:9]]))
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match="rounds.csv changed after it had ended; put that back, or .*--repair"):
+    with pytest.raises(InputError, match="rounds.csv changed after it had ended; restore that, or .*--repair"):
         RunFolder.open(folder.path).reopen()
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
     assert not (folder.path / "checkpoint").exists()
@@ -271,7 +271,7 @@ def test_a_table_that_is_missing_from_a_finished_run_is_not_promised(tmp_path: P
     folder = new_folder(tmp_path)
     folder.finish(1, {}, {}, [], None, {"rounds": 1})
     (folder.path / "clients.csv").unlink()
-    with pytest.raises(InputError, match="clients.csv' is missing: put it back"):
+    with pytest.raises(InputError, match="clients.csv' is missing: restore it"):
         folder.clients()
 
 
@@ -300,7 +300,7 @@ def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
 def test_an_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     assert not folder.finished
-    with pytest.raises(InputError, match="not finished; go on with `polyfed resume"):
+    with pytest.raises(InputError, match="not finished; continue it with `polyfed resume"):
         folder.summary()
     with pytest.raises(InputError, match="no clients.csv yet"):
         folder.clients()

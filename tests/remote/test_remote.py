@@ -141,7 +141,7 @@ def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
     apart.run()
     assert apart.folder.rounds().replies.tolist() == [4, 3, 4]
     notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
-    assert notes == ["round 2 goes on without client 1: its power went out"]
+    assert notes == ["round 2 continues without client 1: its power went out"]
 
 
 def test_a_site_that_is_away_is_not_asked_and_keeps_its_score(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_round_in_between_is_trained_from_the_state_before_it(tmp_path: Path) 
 def test_divergence_is_a_failed_reply_and_the_state_before_it_is_kept(tmp_path: Path) -> None:
     config, people = setting("standalone", lr=1e25, participation=1.0)
     apart, transport = remote(tmp_path, config, people)
-    with pytest.raises(RunError, match="round 1 has 0 sound replies"):
+    with pytest.raises(RunError, match="round 1 has 0 valid replies"):
         apart.run()
     notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
     assert len(notes) == 4 and all("no longer finite in round 1" in note or "has grown" in note for note in notes)

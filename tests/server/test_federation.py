@@ -88,7 +88,7 @@ def test_a_bad_reply_is_left_out_with_its_reason(tmp_path: Path) -> None:
     notes = {event["client"]: event["note"] for event in federation.folder.events() if event["event"] == "note"}
     assert notes.keys() == {1, 2}
     assert "not finite" in notes[1]
-    assert notes[2].startswith("round 1 goes on without client 2: no answer within 60 s")
+    assert notes[2].startswith("round 1 continues without client 2: no answer within 60 s")
     assert all(bool(torch.isfinite(tensor).all()) for tensor in federation.server.state.values())
 
 
@@ -96,18 +96,18 @@ def test_too_few_sound_replies_stop_the_run(tmp_path: Path) -> None:
     federation = support.federation(tmp_path, "lg-fedavg", engine=Faulty, min_replies=3)
     federation.engine.spoiled = (0, 3)  # type: ignore[attr-defined]
     before = {name: tensor.clone() for name, tensor in federation.server.state.items()}
-    with pytest.raises(RunError, match=r"round 1 has 2 sound replies and needs 3 \(min_replies\).*events.jsonl"):
+    with pytest.raises(RunError, match=r"round 1 has 2 valid replies and needs 3 \(min_replies\).*events.jsonl"):
         federation.run()
     assert same(federation.server.state, before)  # nothing was fused
     assert not federation.folder.finished
-    saved = federation.folder.checkpoints.restore()  # to go on with the next round
+    saved = federation.folder.checkpoints.restore()  # to continue with the next round
     assert saved is not None and saved.round == 1 and set(saved.clients) == {0, 1, 2, 3}
 
 
 def test_a_run_that_failed_in_its_last_round_can_be_resumed(tmp_path: Path) -> None:
     federation = support.federation(tmp_path, "lg-fedavg", engine=Faulty, min_replies=3, rounds=1)
     federation.engine.spoiled = (0, 3)  # type: ignore[attr-defined]
-    with pytest.raises(RunError, match="round 1 has 2 sound replies"):
+    with pytest.raises(RunError, match="round 1 has 2 valid replies"):
         federation.run()
     result = polyfed.resume(federation.folder.path, data=support.tiny_dataset(), models=[support.Wide, support.Narrow])
     assert result.rounds.replies.tolist() == [2]
@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_names_client_round_and_phase(tmp_path: Path, 
 
 
 def test_rounds_and_replies_build_no_networks(tmp_path: Path) -> None:
-    """A network is built for the first weights, its counts and the like, not once more per reply."""
+    """A network is built for the initial weights, its counts and the like, not once more per reply."""
 
     def built(rounds: int) -> int:
         calls = []
@@ -196,7 +196,7 @@ def test_a_run_asked_to_stop_ends_after_its_round_with_a_checkpoint(tmp_path: Pa
 
     federation = support.federation(tmp_path, "fedproto", rounds=4)
     federation.watcher = Stopping()
-    with pytest.raises(Interrupted, match=r"stopped after round 2 of 4; go on with `polyfed resume .*run`"):
+    with pytest.raises(Interrupted, match=r"stopped after round 2 of 4; continue with `polyfed resume .*run`"):
         federation.run()
     saved = federation.folder.checkpoints.restore()
     assert saved is not None

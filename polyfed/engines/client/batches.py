@@ -1,4 +1,4 @@
-"""Which samples a client visits in which order, with every random draw that goes with them: the same on all engines."""
+"""Which samples a client visits in which order, with every random draw for them: the same on all engines."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ClientFlops:
     collect: float
 
     def of_round(self, visits: Mapping[str, int], samples: int) -> int:
-        """Operations of one client in one round, from the samples that each phase visited and those it has."""
+        """Operations of one client in one round, from the samples that each phase visited and the client has."""
         return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
 
 

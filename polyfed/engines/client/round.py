@@ -1,4 +1,4 @@
-"""What one client does in a round, whoever it belongs to: receive, train, gather statistics, answer; and predict.
+"""What one client does in a round, on any engine: receive, train, gather statistics, answer; and predict.
 
 This is the reference for every engine: a plain PyTorch loop over one client's batches.
 """
@@ -34,7 +34,7 @@ LARGEST_LOSS = 1e9
 
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
-    """Write a download into the client's state, in place; nothing of the message is kept by reference."""
+    """Write a download into the client's state, in place; the state keeps no reference to the message."""
     moved = on_device(message, population.device)
     changed = population.method.receive(state, moved, population.knowledge(client, round))
     for name, tensor in changed.items():
@@ -97,7 +97,7 @@ class PhaseResult:
 
 
 def train_phase(population: Population, client: int, net: ClientNetwork, phase: Phase, round: int) -> PhaseResult:
-    """Minimise one phase's loss over the client's samples with SGD, whose state starts anew."""
+    """Minimise one phase's loss over the client's samples with SGD, from a fresh optimiser state."""
     training, device = population.training, population.device
     result = PhaseResult()
     groups = set_modes(net, phase)
@@ -130,7 +130,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
                 counts += torch.bincount(batch.y, minlength=len(counts))
     check_loss(float(total), visited, client, round, phase.name)
     net.requires_grad_(False)
-    # The last step has no loss after it that would show what it did.
+    # No loss comes after the last step to show what it did.
     if not bool(largest(t for name, t in state_of(net).items() if is_trained(name, t, phase)).isfinite()):
         raise diverged("weights", client, round, phase.name)
     result.visited = visited
@@ -173,7 +173,7 @@ def is_trained(name: str, tensor: Tensor, phase: Phase) -> bool:
 
 
 def check_statistics(answers: Sequence[Trained], clients: Sequence[int], round: int) -> None:
-    """Raise if what clients gathered of their samples is not finite, as after weights that are finite but huge."""
+    """Raise if clients' statistics are not finite, which happens if weights are finite but huge."""
     found = [[own for own in (answer.statistics, answer.tracked) if own is not None] for answer in answers]
     tensors = [[t for own in each for t in (own.means, own.covariances) if t is not None] for each in found]
     devices = {tensor.device for own in tensors for tensor in own}
@@ -186,7 +186,7 @@ def check_statistics(answers: Sequence[Trained], clients: Sequence[int], round: 
 
 
 def diverged(what: str, client: int, round: int, phase: str | None = None, how: str = "") -> DivergedError:
-    """The error for a client's training that is no longer finite, or has gone astray in some other way."""
+    """The error for a client's training that is no longer finite, or has gone wrong in some other way."""
     how = how or f"{'is' if what == 'loss' else 'are'} no longer finite"
     where = f"round {round}" + (f", phase '{phase}'" if phase else "")
     return DivergedError(
@@ -198,7 +198,7 @@ def diverged(what: str, client: int, round: int, phase: str | None = None, how: 
 def set_modes(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
     """Set the phase's modules to training and all others to evaluation and frozen; parameters by trained module.
 
-    What its user froze or left in evaluation mode stays so.
+    What the user froze or left in evaluation mode stays so.
     """
     net.eval().requires_grad_(False)
     frozen = {parameter for name, parameter in net.named_parameters() if name in net.rest.parameters}
@@ -214,12 +214,12 @@ def set_modes(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
 
 
 def batch_norm_trains(net: nn.Module) -> bool:
-    """Whether what becomes of a sample depends on the others in its batch; a sample alone then can't be trained on."""
+    """Whether a sample's result depends on the others in its batch; then a single sample can't be trained on."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in net.modules())
 
 
 def left_out(phase: Phase) -> str:
-    """What is said of a sample that was alone in its batch."""
+    """The remark on a sample that was alone in its batch."""
     return f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"
 
 
@@ -238,7 +238,7 @@ def collect(population: Population, data: ClientData, net: ClientNetwork) -> Cla
 
 
 def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluation:
-    """Count right predictions on the client's test and validation samples."""
+    """Count correct predictions on the client's test and validation samples."""
     data = population.data[client]
     net.eval()
     with torch.no_grad():
@@ -253,7 +253,7 @@ def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluat
 
 
 def correct_predictions(population: Population, net: ClientNetwork, samples: Tensor) -> dict[str, int]:
-    """How many of these samples each rule predicts rightly; empty if there are no samples."""
+    """How many of these samples each rule predicts correctly; empty if there are no samples."""
     correct: dict[str, Tensor] = {}
     for chunk in samples.split(EVALUATION_BATCH) if len(samples) else ():
         x, y = population.dataset.batch(chunk, population.device)

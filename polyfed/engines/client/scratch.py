@@ -20,7 +20,7 @@ class ScratchFolder:
         lock = self.path / f"{_LOCK}.new"
         self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
         _locked(self._lock)
-        lock.rename(self.path / _LOCK)  # only now can another process take the folder for abandoned
+        lock.rename(self.path / _LOCK)  # only now can another process consider the folder abandoned
 
     def remove(self) -> None:
         """Delete the folder."""
@@ -39,7 +39,7 @@ def remove_abandoned() -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    with suppress(OSError):  # another's, or gone meanwhile
+    with suppress(OSError):  # someone else's, or already gone
         if folder.lstat().st_uid != os.getuid():
             return
         file = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
@@ -64,7 +64,7 @@ def _locked(file: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Delete what is ours in the folder, and the folder if that was all."""
+    """Delete our files in the folder, and the folder if it is then empty."""
     for pattern in ("client-*.safetensors", f"{_LOCK}*"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How a client's parameters move: SGD that starts anew in every phase, in little memory where that is possible."""
+"""How a client's parameters change: SGD that starts afresh in every phase, in little memory where possible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from polyfed.methods.base import Training
 def sgd(
     groups: Sequence[Sequence[nn.Parameter]], lr: float, training: Training, *, early: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Inside, call what it gives after every `backward`: it takes the step and drops the gradients.
+    """Inside, call the returned function after every `backward`: it makes the step and drops the gradients.
 
     `groups` are the parameters of each trained module; gradients are clipped module by module. If `early`, on a CPU and
-    unless gradients are clipped, each parameter takes its step as soon as its gradient is there: gradients never fill
-    memory all together, and each is used while it is still in the cache. The numbers are those of torch.optim.SGD in
-    both cases, but only for code that uses no parameter behind autograd's back (`.data`): that would see it changed.
+    unless gradients are clipped, each parameter is updated as soon as its gradient is there: gradients are never all in
+    memory at once, and each is used while it is still in the cache. The numbers are those of torch.optim.SGD in
+    both cases, but only for code that does not bypass autograd (`.data`): that would see a changed parameter.
     """
     parameters = list(dict.fromkeys(parameter for group in groups for parameter in group))
     if early and training.clip is None and all(parameter.device.type == "cpu" for parameter in parameters):
@@ -44,7 +44,7 @@ def sgd(
 def _early_steps(
     parameters: Sequence[nn.Parameter], lr: float, momentum: float, decay: float
 ) -> Iterator[set[nn.Parameter]]:
-    """Gives the parameters that have taken their step; to be cleared after every `backward`."""
+    """Gives the parameters that were already updated; clear it after every `backward`."""
     moments: dict[nn.Parameter, Tensor] = {}
     stepped: set[nn.Parameter] = set()
 
@@ -54,8 +54,8 @@ def _early_steps(
         assert direction is not None
         if parameter in stepped:
             raise RunError(
-                "a parameter got its gradient in two parts, as from torch.utils.checkpoint with use_reentrant=True: "
-                "give it use_reentrant=False."
+                "a parameter got its gradient in two parts, as with torch.utils.checkpoint and use_reentrant=True: "
+                "set use_reentrant=False."
             )
         stepped.add(parameter)
         parameter.grad = None
@@ -74,7 +74,7 @@ def _early_steps(
         if "modified by an inplace operation" in str(error) and stepped:
             raise RunError(
                 "backward needs a tensor that was changed meanwhile: either the network changes one in place, or the "
-                "loss uses a trained parameter without its gradient after the parameter has taken its step; then take "
+                "loss uses a trained parameter without its gradient after the parameter was updated; then use "
                 "a copy, parameter.detach().clone()."
             ) from error
         raise

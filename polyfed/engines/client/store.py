@@ -1,6 +1,6 @@
-"""Where clients' personal states rest: in memory, and on disk beyond a budget.
+"""Where clients' personal states are kept: in memory, and on disk beyond a budget.
 
-A client that never took part has no state of its own yet and costs nothing. Used from several threads.
+A client that never took part has no state yet and costs nothing. The store is safe to use from several threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClientStore:
         remove_abandoned()
 
     def get(self, client: int) -> State:
-        """The client's state, to read; the first state if it never trained."""
+        """The client's state, to read; the initial state if it never trained."""
         with self._lock:
             if client in self._states:
                 self._states.move_to_end(client)
@@ -59,7 +59,7 @@ class ClientStore:
             return {name: tensor.clone() for name, tensor in self.get(client).items()}
 
     def room(self, client: int, like: State) -> State:
-        """Tensors like these for the client's next state, to give back with `put`: its present ones if in memory."""
+        """Tensors like these for the client's next state, to give back with `put`: its current ones if in memory."""
         with self._lock:
             if client in self._states:
                 return self._states[client]
@@ -79,7 +79,7 @@ class ClientStore:
                 self._spill(next(iter(self._states)))
 
     def has(self, client: int) -> bool:
-        """Whether the client has a state of its own, that is, has trained or was restored."""
+        """Whether the client has its own state, because it has trained or was restored."""
         with self._lock:
             return client in self._states or client in self._spilled
 

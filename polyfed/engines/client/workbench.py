@@ -1,4 +1,4 @@
-"""A worker's networks, and clients' states that are laid onto them without being copied."""
+"""A worker's networks, and clients' states that are put into them without being copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def state_of(network: nn.Module) -> State:
 
 
 def buffer_places(network: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Where each buffer sits (module, attribute) and its name in the state; one that sits twice has one name."""
+    """Where each buffer is (module, attribute) and its name in the state; a shared one has one name."""
     names = {id(buffer): name for name, buffer in network.named_buffers()}
     return [
         (module, attribute, names[id(buffer)])
@@ -28,7 +28,7 @@ def buffer_places(network: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 class Workbench:
-    """One worker's networks, one per architecture; a client's state is laid onto one without copying it."""
+    """One worker's networks, one per architecture; a client's state is put into one without copying it."""
 
     def __init__(self, network_of: Callable[[int], ClientNetwork]) -> None:
         self._network_of = network_of
@@ -49,7 +49,7 @@ class Workbench:
         return network
 
     def release(self) -> None:
-        """Let go of the last clients' tensors and gradients, so that they can leave memory."""
+        """Release the last clients' tensors and gradients, so that their memory can be freed."""
         for network in self._networks.values():
             hollow(network)
 

@@ -1,4 +1,4 @@
-"""Many clients at once: those of one architecture train as one batched network. README.md draws the way of a batch."""
+"""Many clients at once: those of one architecture train as one batched network. README.md shows the path of a batch."""
 
 from polyfed.engines.stacked.passes import collect, evaluate, own_rules, remarks
 from polyfed.engines.stacked.step import PhaseStep, Stack, copy_states, normed_phases, unstackable

@@ -15,7 +15,7 @@ from polyfed.errors import InputError
 from polyfed.message import State
 
 WORTH_A_SHAPE = 20
-"""Steps of a smaller cohort from which capturing them costs less than to take them with all clients."""
+"""From this many steps of a smaller cohort, capturing them costs less than making them with all clients."""
 
 
 class Stream:
@@ -56,8 +56,8 @@ class CapturedStep:
     """A cohort's step; on its stream on a GPU it is captured once and then replayed for every batch.
 
     Clients come in the order of their samples, so those that have finished are the last ones; when half of the cohort
-    has finished, only the other half takes further steps. A batch that is short and may not be filled up is not worth
-    a graph: such a step is taken as it is.
+    has finished, only the other half makes further steps. A short batch that may not be padded is not worth a graph:
+    such a step is made without one.
     """
 
     def __init__(self, step: PhaseStep, stream: Stream, most_steps: int) -> None:
@@ -96,10 +96,10 @@ class CapturedStep:
             return graph
         except RuntimeError as error:
             problem = reason(error)
-        raise problem  # out here it does not keep the memory of what failed
+        raise problem  # out here, it does not hold on to the memory of what failed
 
     def _load(self, plan: Plan) -> None:
-        """Put a plan where the steps look for it, and begin with its first."""
+        """Put a plan where the steps look for it, and start with its first step."""
         for name, tensor in plan.inputs.items():
             if name not in self._inputs:
                 self._inputs[name] = tensor.new_empty(self._most_steps, *tensor.shape[1:])
@@ -113,7 +113,7 @@ class CapturedStep:
         self._number += 1
 
     def _count(self, active: int) -> int:
-        """How many clients take a step in which so many have a batch."""
+        """How many clients make a step in which this many have a batch."""
         full = len(self.step.total)
         count = bucket(active, full)
         if count in self._parts:
@@ -135,8 +135,8 @@ def reason(error: RuntimeError) -> Exception:
         first, cause = cause, cause.__cause__ or cause.__context__
     said = " ".join(str(first).split())[:200]
     return InputError(
-        f"a step of training can't be captured on the GPU ({said}): take --engine sequential, or let the network make "
-        "its constants when it is built, as buffers."
+        f"a step of training can't be captured on the GPU ({said}): use --engine sequential, or let the network make "
+        "its constants as buffers when it is built."
     )
 
 

@@ -1,6 +1,6 @@
 """Kernels for a GPU: convolution and max-pooling of stacked images, each client's with its own weights.
 
-cuDNN has only slow kernels for what `vmap` makes of such convolutions, one with a group of few channels per client.
+cuDNN has only slow kernels for what `vmap` turns such convolutions into: one with a group of few channels per client.
 Here a client's convolution is a product of matrices, the patches that lie under the filter times the weights; patches
 are read from the images where they are and never written anywhere. The gradient of the weights is such a product too,
 and the gradient of the images is a convolution with the filters turned around.
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 Pair = tuple[int, int]
-"""Of heights and of widths."""
+"""One of heights and one of widths."""
 
 
 class Tiles(NamedTuple):
@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 CONVOLVE = Tiles(128, 32, 4, 1)
 WEIGHT_GRADIENT = Tiles(64, 128, 4, 1)
 PROGRAMS = 528
-"""Into how many the weights' gradients of all clients are cut, about: four for each multiprocessor of an H200."""
+"""About how many parts the weights' gradients of all clients are cut into: four for each multiprocessor of an H200."""
 COLUMNS = 64
 """Of the product that is a convolution, at most: few channels leave room for groups of four pixels, more for two."""
 BLOCK = 1024
@@ -66,7 +66,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> T
     y = x.new_empty(clients, samples, out, down, across)
     group = (2 if 4 * out <= COLUMNS else 1, 2 if 2 * out <= COLUMNS else 1)
     groups = samples * triton.cdiv(down, group[0]) * triton.cdiv(across, group[1])
-    few = clients * groups < PROGRAMS // 2 * CONVOLVE.pixels  # then smaller blocks, so that no multiprocessor is idle
+    few = clients * groups < PROGRAMS // 2 * CONVOLVE.pixels  # use smaller blocks, so that no multiprocessor is idle
     rows = CONVOLVE.pixels // 2 if few else CONVOLVE.pixels
     _convolve[(triton.cdiv(groups, rows), clients)](
         x, weight, weight if bias is None else bias.contiguous(), y, samples, *x.stride(),
@@ -129,7 +129,7 @@ def _power(number: int) -> int:
 
 
 def _in_reach(x: Tensor) -> Tensor:
-    """Images of which one client's lie within what 32 bits can count."""
+    """Images, where one client's can be indexed with 32 bits."""
     extent = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
     return x if extent < 2**31 else x.contiguous()
 
@@ -152,7 +152,7 @@ def _patches(
 
 @triton.jit
 def _spread(w, o, down, right, channel, i, j, OUT: tl.constexpr, IN: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
-    """What filter o, moved by so many rows and columns, has at place (i, j); zero outside of the filter."""
+    """What filter o, moved by these rows and columns, has at place (i, j); zero outside the filter."""
     i, j = i - down, j - right
     known = (o < OUT) & (channel < IN) & (i >= 0) & (i < KH) & (j >= 0) & (j < KW)
     return tl.load(w + (o * (IN * KH * KW) + channel * (KH * KW) + i * KW + j), known, 0.0)
@@ -168,8 +168,8 @@ def _convolve(
     """Patches [groups, IN × FH × FW] times weights [IN × FH × FW, OUT × GH × GW], for a block of groups.
 
     A group is GH × GW neighbouring pixels of the result. One field of FH × FW serves them all, because what lies under
-    the filter is mostly the same: there is less to read, for some products with zero (by which what is not a finite
-    number reaches its neighbours).
+    the filter is mostly the same: there is less to read, at the price of some products with zero (through which
+    a value that is not finite reaches its neighbours).
     """
     OH: tl.constexpr = H + 2 * PH - KH + 1
     OW: tl.constexpr = W + 2 * PW - KW + 1
@@ -184,7 +184,7 @@ def _convolve(
     real = m < samples * (ROWS * ROW)
     sample, group = m // (ROWS * ROW), m % (ROWS * ROW)
     row, column = group // ROW * GH, group % ROW * GW
-    # `n % GW` would tell Triton that results lie in pairs; it would write them as such, and take twice the time.
+    # `n % GW` would tell Triton that results lie in pairs; it would write them as pairs, in twice the time.
     o, down, right = n // (GH * GW), n % (GH * GW) // GW, n % (GH * GW) % GW
     top, left = row - PH, column - PW
     corner = x + client * xn + (sample * xb + top * xh + left * xw)
@@ -194,7 +194,7 @@ def _convolve(
         total += tl.load(bias + client * OUT + o, o < OUT, 0.0).to(tl.float32)
     for first in range(0, IN * FH * FW, BK):
         k = first + tl.arange(0, BK)
-        if IN % BK == 0:  # one place of the field in several channels, so whether it is inside is asked less often
+        if IN % BK == 0:  # one place of the field in several channels: fewer checks whether it is inside
             c, i, j = k % IN, first // IN // FW, first // IN % FW
             patch = _patches(corner, top, left, c[None, :], i, j, xc, xh, xw, real, CHECKED, H, W)
             weight = _spread(w, o, down, right, c[:, None], i, j, OUT, IN, KH, KW)
@@ -266,7 +266,7 @@ def _pool(
             row, column = pixel // OW * SH - PH + i * DH, pixel % OW * SW - PW + j * DW
             there = real & (row >= 0) & (row < H) & (column >= 0) & (column < W)
             value = tl.load(x + plane * (H * W) + (row * W + column), there, float("-inf"))
-            better = (value > best) | (value != value)  # not a number wins, as in PyTorch
+            better = (value > best) | (value != value)  # NaN wins, as in PyTorch
             best, place = tl.where(better, value, best), tl.where(better, i * KW + j, place)
     tl.store(y + number, best, real)
     tl.store(places + number, place.to(tl.uint8), real)

@@ -1,8 +1,8 @@
-"""How the layers of the vectorized engine's networks are computed on a GPU: some by kernels of our own.
+"""How the layers of the vectorized engine's networks are computed on a GPU: some by our own kernels.
 
 `vmap` has rules for convolution and max-pooling, but slow ones: a convolution with a group of channels per client, and
-a pooling that first moves every image. A network calls PyTorch's functions as ever; inside `StackedLayers` the calls
-that our kernels can serve go to them, with gradients and a rule for `vmap`, and all others pass.
+a pooling that first moves every image. A network calls PyTorch's functions as usual; inside `StackedLayers` the calls
+that our kernels can serve go to them, with gradients and a rule for `vmap`, and all others are left alone.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 MOST_CHANNELS = (32, 64)
 """In and out, of a convolution for which our kernels are faster than cuDNN's."""
 MOST_VALUES = 2**31
-"""Of one client's images, which the kernels count with 32 bits."""
+"""The most values in one client's images, which the kernels index with 32 bits."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class StackedLayers(TorchFunctionMode):
-    """Inside, convolution and max-pooling on a GPU are done by our kernels where they can."""
+    """Inside, convolution and max-pooling on a GPU are done by our kernels where possible."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,7 +61,7 @@ def _tried() -> tuple[Any, str | None]:
         module = import_module("polyfed.engines.stacked.kernels")
         some = torch.zeros(1, 1, 1, 3, 3, device="cuda" if torch.cuda.is_available() else "cpu")
         module.convolve(some, some, None, (0, 0))
-    except Exception as error:  # whatever it is, there is another way
+    except Exception as error:  # whatever it is, PyTorch's own kernels still work
         return None, " ".join(str(error).split())[:200]
     return module, None
 
@@ -75,7 +75,7 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    """A convolution, or None if the kernels do not serve it, or nobody can: then PyTorch says what is wrong."""
+    """A convolution, or None if the kernels do not support it, or it is invalid: then PyTorch says what is wrong."""
     given = pairs(stride, padding, dilation)
     if given is None or groups != 1 or (given[0], given[2]) != ((1, 1), (1, 1)):
         return None
@@ -115,7 +115,7 @@ def pooling(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor | None:
-    """Max-pooling, or None if the kernels do not serve it, or nobody can: then PyTorch says what is wrong."""
+    """Max-pooling, or None if the kernels do not support it, or it is invalid: then PyTorch says what is wrong."""
     given = pairs(kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)
     if given is None or ceil_mode or return_indices or x.dim() != 4 or x.dtype not in DTYPES or not len(x):
         return None

@@ -34,7 +34,7 @@ def in_chunks(
 ) -> list[tuple[Tensor, object]]:
     """A function of (network, images) for all clients over all their samples; pairs of rows and results.
 
-    Samples that do not fit into memory at once are taken in halves.
+    Samples that do not fit into memory at once are processed in halves.
     """
     applied = Applied(network, function)
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
@@ -66,7 +66,7 @@ def collect(
     classes, groups = population.task.classes, len(clients) * population.task.classes
     owner = torch.arange(len(clients), device=rows.device)[:, None]
     group = owner * classes + population.dataset.labels[rows.clamp(min=0)]
-    group = torch.where(rows >= 0, group, groups).flatten()  # padding is a group of its own
+    group = torch.where(rows >= 0, group, groups).flatten()  # padding is a separate group
     sums = torch.zeros(groups + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)
     sums.index_add_(0, group, vectors.double())
     counts = torch.stack([population.counts[client] for client in clients])
@@ -85,7 +85,7 @@ def collect(
 def evaluate(
     population: Population, clients: Sequence[int], network: ClientNetwork, state: State
 ) -> dict[int, Evaluation]:
-    """Count right predictions on all clients' test and validation samples."""
+    """Count correct predictions on all clients' test and validation samples."""
     counts: list[dict[str, list[int]]] = []
     for part in ("test", "validation"):
         rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
@@ -111,7 +111,7 @@ def evaluate(
 
 
 def own_rules(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> list[str]:
-    """The names of the method's ways to predict, from one training sample of each client."""
+    """The names of the method's rules of prediction, from one training sample of each client."""
     rows = torch.stack([population.data[client].train[:1] for client in clients]).to(population.device)
     first = {name: tensor[: len(clients)] for name, tensor in state.items()}
     ((_, scores),) = in_chunks(population.dataset, network, first, rows, population.method.predict)
@@ -122,8 +122,8 @@ def own_rules(population: Population, clients: Sequence[int], network: ClientNet
 def remarks(
     population: Population, clients: Sequence[int], network: ClientNetwork, state: State
 ) -> list[tuple[str, ...]]:
-    """What the method has to say about each client, from one batch of its samples."""
-    # A client with fewer samples shows them several times, so that all have as many.
+    """The method's remarks on each client, from one batch of its samples."""
+    # A client with fewer samples repeats them, so that all have the same number.
     own = [population.data[client].train for client in clients]
     rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
     x, y = population.dataset.batch(rows.flatten(), population.device)

@@ -1,7 +1,7 @@
 """All batches of a cohort in one phase as tables of one shape, so that every step does the same work.
 
 A short batch is padded, unless batch norm trains on it: that looks at all samples of a batch, so each batch must have
-exactly its own. Then the cohort is a single client, and its short batches are taken for what they are.
+exactly its own. Then the cohort is a single client, and its short batches stay short.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Plan:
     active: list[int]
     """For each step, the number of clients up to the last one that has a batch."""
     samples: list[int]
-    """For each step, how many samples it takes of every client: a full batch, or fewer if nothing may be padded."""
+    """For each step, the number of samples per client: a full batch, or fewer if nothing may be padded."""
     left_out: Tensor
     """Samples that are not visited, each as often as it would have been."""
 
@@ -74,7 +74,7 @@ def new_plan(
 
 
 def _table(passes: Sequence[Epoch], width: int) -> State:
-    """A client's passes over its samples, with all that was drawn for them, by name: [batches, width, …]."""
+    """A client's passes over its samples, with all their draws, by name: [batches, width, …]."""
     named = []
     for epoch in passes:
         draws = {"rows": epoch.samples} | {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
@@ -86,7 +86,7 @@ def _table(passes: Sequence[Epoch], width: int) -> State:
 
 
 def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
-    """Values of samples in several passes cut into batches [all batches, width, …], the last of a pass filled up."""
+    """Values of samples in several passes cut into batches [all batches, width, …], the last of a pass padded."""
     passes, count = values.shape[:2]
     missing = -count % width
     if missing:

@@ -25,12 +25,12 @@ class CohortRound:
     stack: Stack
     phases: Sequence[Phase]
     steps: list[PhaseStep]
-    """They hold what comes out."""
+    """They hold the results."""
     left_out: list[Tensor]
     """The samples that are not visited."""
 
     def notes(self) -> list[str]:
-        """What is to be said of the samples that are not visited."""
+        """Remarks on the samples that are not visited."""
         pairs = zip(self.phases, self.left_out, strict=True)
         return [local.left_out(phase) for phase, samples in pairs if len(samples)]
 
@@ -43,7 +43,7 @@ class CohortRound:
         return counts
 
     def tracked(self, visited: Sequence[Tensor]) -> list[ClassStatistics | None]:
-        """Each client's class means of the vectors that a phase kept track of, the first that did."""
+        """Each client's class means of the vectors that the first tracking phase kept."""
         tracked: list[ClassStatistics | None] = [None] * len(self.clients)
         for step, counts in zip(self.steps, visited, strict=True):
             of_clients = () if step.sums is None else step.sums.cpu()
@@ -53,11 +53,11 @@ class CohortRound:
         return tracked
 
     def weights(self) -> Tensor:
-        """The largest absolute value of all that was trained, which is not finite if training has diverged."""
+        """The largest absolute value of everything trained; it is not finite if training has diverged."""
         return largest(tensor for phase in self.phases for tensor in self._trained(phase).values())
 
     def check_weights(self, largest_value: Tensor, round: int) -> None:
-        """Raise if what `weights` found is not finite; which client and phase it was is looked for only then."""
+        """Raise if what `weights` found is not finite; only then is the client and phase looked for."""
         if bool(largest_value.isfinite()):
             return
         for i, client in enumerate(self.clients):
@@ -66,7 +66,7 @@ class CohortRound:
                     raise local.diverged("weights", client, round, phase.name)
 
     def _trained(self, phase: Phase) -> State:
-        """What a phase may have changed; what a later phase changes too counts as that one's."""
+        """What a phase may have changed; what a later phase also changes counts for the later one."""
         later = self.phases[self.phases.index(phase) + 1 :]
         return {
             name: tensor[: len(self.clients)]

@@ -54,7 +54,7 @@ class Applied(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Clients' states one above the other, and each client's part in the same memory."""
+    """Clients' states, stacked, and each client's part in the same memory."""
 
     state: State
     parts: list[State]
@@ -129,7 +129,7 @@ class PhaseStep:
             self.sums = torch.zeros(shape, device=self.total.device, dtype=torch.float64)
 
     def reset(self) -> None:
-        """Start a phase anew."""
+        """Start a phase afresh."""
         self.total.zero_()
         if self.sums is not None:
             self.sums.zero_()
@@ -193,7 +193,7 @@ class PhaseStep:
         self._groups = [[name for name in group if name in self.trained] for group in self._groups]
 
     def _update(self, gradients: State, active: Tensor) -> None:
-        """SGD as torch.optim has it, for clients that have a batch in this step; a few kernels for all parameters."""
+        """SGD as torch.optim has it, for clients with a batch in this step; a few kernels for all parameters."""
         training = self._training
         if training.clip is not None:
             gradients = self._clipped(gradients, training.clip)
@@ -243,14 +243,14 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 
 
 def unstackable(network: nn.Module) -> str | None:
-    """What in a network keeps it from being stacked, and a step of it from being captured."""
+    """What prevents a network from being stacked, and its step from being captured."""
     for module in network.modules():
         if isinstance(module, SeededDropout) and module.p > 0:
             return "it has dropout, whose draws belong to one client"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            return "it has batch norm without running statistics, which looks at all samples of a batch even in a test"
+            return "it has batch norm without running statistics, which looks at all samples even in evaluation"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
-            return "it has batch norm with momentum=None, which asks how many batches it has seen"
+            return "it has batch norm with momentum=None, which counts the batches it has seen"
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.running_mean is not None:
             return "it has instance norm with running statistics, which a padded batch would change"
     return None

@@ -1,4 +1,4 @@
-"""A part of every client's network that travels whole and is averaged: FedAvg's mechanism, in many methods."""
+"""A part of every client's network that travels and is averaged: FedAvg's mechanism, in many methods."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from polyfed.methods.parts.tools import SAMPLES, part_of, plain_mean, same_shape
 class Averaged(Method):
     """Base of methods in which clients upload one module and receive its mean.
 
-    Batch norm's running statistics travel with the weights and are averaged like them; its counters stay at home.
+    Batch norm's running statistics travel with the weights and are averaged like them; its counters do not travel.
     """
 
     module: ClassVar[str]
     """The part of a client's network that travels, such as `model.head` or `proxy`."""
     weighted: ClassVar[bool] = True
-    """The mean is weighted by the participants' numbers of samples; otherwise those stay at home."""
+    """The mean is weighted by the participants' numbers of samples; otherwise those numbers are not sent."""
 
     def first_state(self) -> State:
         """What the clients receive in round one; uploads have the same names and shapes."""

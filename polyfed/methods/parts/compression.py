@@ -1,7 +1,7 @@
 """Matrices that travel as two thin factors: the smallest rank that keeps a share of the energy, and never more floats.
 
 A tensor is seen as a matrix W of its first axis by all others. Its best approximation of rank k keeps the k largest
-singular values; it travels as `NAME.left` [rows, k] and `NAME.right` [k, columns], whose product it is, or unchanged as
+singular values; it travels as its factors `NAME.left` [rows, k] and `NAME.right` [k, columns], or unchanged as
 `NAME`, whichever has fewer floats. What travels unchanged is exact.
 """
 
@@ -34,7 +34,7 @@ def compress(state: Mapping[str, Tensor], energy: float) -> State:
 
 
 def restore(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
-    """The tensors that `compress` was given, up to what it left out; `like` has their names and shapes."""
+    """The tensors that `compress` was given, except for what it left out; `like` has their names and shapes."""
     return {
         name: sent[name] if name in sent else (sent[name + LEFT] @ sent[name + RIGHT]).view(tensor.shape)
         for name, tensor in like.items()
@@ -42,7 +42,7 @@ def restore(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
 
 
 def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
-    """Two factors of the smallest rank that keeps the energy, or None if the tensor itself is no larger."""
+    """Two factors of the smallest rank that keeps the energy, or None if the tensor itself has no more floats."""
     if tensor.dim() < 2:
         return None
     matrix = tensor.flatten(1).double()
@@ -51,7 +51,7 @@ def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
     if rows * columns <= rows + columns or not bool(torch.isfinite(matrix).all()) or not bool(matrix.any()):
         return None
     # Squared singular values are the eigenvalues of the smaller Gram matrix, which takes less time than an SVD and in
-    # double precision is more exact than float32 needs. The vectors, the larger part of the work, only if they pay.
+    # double precision is more exact than float32 needs. The vectors cost most and are computed only if they pay off.
     wide = rows < columns
     gram = matrix @ matrix.T if wide else matrix.T @ matrix
     rank = needed_rank(torch.linalg.eigvalsh(gram).flip(0), energy)
@@ -64,7 +64,7 @@ def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
 
 
 def needed_rank(squares: Tensor, energy: float) -> int:
-    """The smallest k whose k first squared singular values, in falling order, reach the share of their sum.
+    """The smallest k whose k first squared singular values, in descending order, reach the share of their sum.
 
     It may be all of them: a search that stops before the last would find nothing there and send zeros.
 
@@ -76,7 +76,7 @@ def needed_rank(squares: Tensor, energy: float) -> int:
 
 
 def compressed_schema(like: Mapping[str, Tensor]) -> Schema:
-    """Messages that `compress` makes of tensors shaped like these; `check_forms` checks the rest."""
+    """The schema of messages that `compress` makes from tensors of these shapes; `check_forms` checks the rest."""
     entries: dict[str, Floats] = {}
     for name, tensor in like.items():
         matrix = tensor.dim() >= 2
@@ -90,7 +90,7 @@ def compressed_schema(like: Mapping[str, Tensor]) -> Schema:
 
 
 def check_forms(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise `BadMessage` unless every matrix comes in exactly one form, with a sound rank and a finite product."""
+    """Raise `BadMessage` unless every matrix comes in exactly one form, with a valid rank and a finite product."""
     for name, tensor in like.items():
         if tensor.dim() < 2:
             continue

@@ -14,5 +14,5 @@ def kl_divergence(teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
     """
     teacher = nn.functional.log_softmax(teacher_logits.detach(), dim=1)
     student = nn.functional.log_softmax(student_logits, dim=1)
-    # Written out, because torch's own kl_div has no fast path for clients that are trained as one batch.
+    # Written out, because torch's own kl_div has no fast path for clients that train as one batch.
     return (teacher.exp() * (teacher - student)).sum(1)

@@ -12,7 +12,7 @@ from polyfed.methods.parts.tools import module_state
 
 
 class FeatureGenerator(nn.Module):
-    """One hidden layer with a normalisation, which is another one on the server and in the clients."""
+    """One hidden layer with a normalisation, which differs between server and clients."""
 
     def __init__(self, classes: int, features: int, noise: int, hidden: int, norm: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ServerGenerator(FeatureGenerator):
 
 
 class ClientGenerator(FeatureGenerator):
-    """The generator as a client uses it: for which classes, and how much of the loss it makes up."""
+    """The generator as a client uses it: with its known classes and its share of the loss."""
 
     known: Tensor
     weights: Tensor
@@ -89,9 +89,10 @@ def train_generator(
     """Train the generator so that the clients' heads recognise the class of what it makes.
 
     `logits_of` gives the logits [clients, batch, classes] of all heads; `counts` [clients, classes] are the clients'
-    samples, by which a head counts for a class. Adam starts anew: its moments of the last round belong to other heads.
+    samples, which weight each head for a class. Adam starts afresh: its moments of the last round belong to other
+    heads.
     """
-    present = counts.sum(0).nonzero().flatten()  # of no other class is there anything to learn
+    present = counts.sum(0).nonzero().flatten()  # there is nothing to learn about other classes
     optimiser = torch.optim.Adam(generator.parameters(), lr, weight_decay=1e-2)
     generator.train()
     for _ in range(steps):
@@ -113,7 +114,7 @@ def teaching_loss(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
 
 
 def sameness(noise: Tensor, features: Tensor) -> Tensor:
-    """Near one if different noise gives the same features, and less the more they differ; over all pairs.
+    """Near one if different noise gives the same features, smaller the more they differ; over all pairs.
 
     Distances are means over their dimensions; sums would let the exponential vanish, and its gradient with it.
     """

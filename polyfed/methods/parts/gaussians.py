@@ -1,8 +1,8 @@
-"""Gaussians of features, one per class: how covariances travel, how clients' are put together, how they are sampled.
+"""Gaussians of features, one per class: how covariances travel, are pooled over clients, and are sampled.
 
 No full matrix is ever built here. A Gaussian is sampled from the rows of a factor L with Σ = Lᵀ L. A covariance of n
 samples has rank n − 1 at most, so its factor is found in n − 1 steps from as many columns of its packed triangle; and
-the factor of a pooled covariance is its clients' factors, scaled and put below each other.
+the factor of a pooled covariance is its clients' factors, scaled and stacked below each other.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 _LARGEST_BLOCK = 1 << 22
-"""Entries of packed matrices that are looked at together."""
+"""Entries of packed matrices that are processed together."""
 
 
 class Gaussians(NamedTuple):
-    """What clients know of their classes: one row for each class of each client."""
+    """What clients know about their classes: one row for each class of each client."""
 
     labels: Tensor
     counts: Tensor
@@ -47,7 +47,7 @@ def diagonals(triangles: Tensor, size: int) -> Tensor:
 def possible(triangles: Tensor, size: int) -> bool:
     """Whether no covariance in packed matrices is larger than its two variances allow: |Σ_ij| ≤ √(Σ_ii Σ_jj).
 
-    Variances must not be negative. What rounding may add is allowed, also where a variance is too small for a float.
+    Variances must not be negative. Rounding is allowed for, even where a variance is too small for a float.
     """
     sound = [torch.ones((), dtype=torch.bool, device=triangles.device)]
     for some in triangles.split(max(1, _LARGEST_BLOCK // triangles.shape[1])):
@@ -63,7 +63,7 @@ def _products(vectors: Tensor) -> Tensor:
     if vectors.is_cuda:
         rows, columns = _triangle(size, vectors.device)
         return vectors.index_select(1, rows) * vectors.index_select(1, columns)
-    return torch.cat([vectors[:, i : i + 1] * vectors[:, i:] for i in range(size)], 1)  # a look-up takes far longer
+    return torch.cat([vectors[:, i : i + 1] * vectors[:, i:] for i in range(size)], 1)  # a lookup takes far longer
 
 
 @lru_cache(maxsize=4)
@@ -81,15 +81,16 @@ def _places(row: Tensor, column: Tensor, size: int) -> Tensor:
 def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
     """Factors L [n, rank, size] with Lᵀ L = Σ of packed covariances that have at most that rank.
 
-    A Cholesky decomposition with pivots, all matrices at once: each step takes the feature with most variance left
-    and explains all it can by it. Singular and zero covariances need no care, and what is left at the end of one
-    that is not positive semi-definite (by rounding, say) is dropped. No entry can be larger than its feature's standard
-    deviation; that is enforced, beyond rounding, because what a hostile client sends might let them grow without end.
+    A Cholesky decomposition with pivots, all matrices at once: each step picks the feature with the most variance
+    left and explains all it can with it. Singular and zero covariances need no special care. What remains of one that
+    is not positive semi-definite (because of rounding, for example) is dropped. No entry can be larger than its
+    feature's standard deviation; that is enforced beyond rounding, because a hostile client's message might let entries
+    grow without limit.
     """
     everyone = torch.arange(len(triangles), device=triangles.device)
     features = torch.arange(size, device=triangles.device)
     left = diagonals(triangles, size).double()
-    smallest = 10 * torch.finfo(triangles.dtype).eps * left.amax(1)  # below this, all is rounding
+    smallest = 10 * torch.finfo(triangles.dtype).eps * left.amax(1)  # anything below this is rounding
     most = (1.01 * left.clamp(min=0).sqrt() + 0.01 * left.amax(1, keepdim=True).clamp(min=0).sqrt()).to(triangles)
     found = triangles.new_zeros(len(triangles), min(rank, size), size)
     for step in range(found.shape[1]):
@@ -109,8 +110,8 @@ def pool(sent: Gaussians, parts: Tensor, classes: int, *, paper_weights: bool = 
     """Means of the classes over all clients, and the rows that each client's class adds to its class's factor.
 
     `parts` are the factors of the clients' covariances [n, rank, size], the rows are [n, rank + 1, size]. The rows of a
-    class, below each other, are a factor of the covariance of its samples put together. Eqs. 10 and 11 of the DC-PFL
-    paper, exact: in front of the clients' covariances stands n_i − 1, where Eq. 11 prints n_i (`paper_weights`). One
+    class, stacked, are a factor of the covariance of all its samples. Eqs. 10 and 11 of the DC-PFL
+    paper, exact: the clients' covariances are multiplied by n_i − 1, where Eq. 11 prints n_i (`paper_weights`). One
     sample alone has covariance zero.
     """
     labels, weights, means = sent.labels, sent.counts.double(), sent.means.double()

@@ -52,8 +52,8 @@ class ClientNetwork(nn.Module):
 class Batch:
     """A batch of one client's training samples, as its loss sees it.
 
-    `mask` marks the real samples of a padded batch; None means that all are. The engine averages over real samples, so
-    only a loss that compares samples with each other has to look at it. `view` is a second augmentation of the same
+    `mask` marks the real samples of a padded batch; None means that all are real. The engine averages over real
+    samples, so only a loss that compares samples with each other needs it. `view` is a second augmentation of the same
     images, for phases with `views=2`; `drawn` is what the phase's own `draw` produced.
     """
 

@@ -1,4 +1,4 @@
-"""What methods with prototypes share: a client's side, which is the same however the server makes the prototypes."""
+"""What methods with prototypes share: the client's side, which does not depend on how the server makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small network that every client has beside its private one, and that travels whole and is averaged."""
+"""A small network that every client has beside its private one, and that travels and is averaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SharedNetwork(Averaged):
     weighted = False
 
     def shared_network(self) -> SplitNetwork:
-        """The network that travels, with its first weights."""
+        """The network that travels, with its initial weights."""
         return self.task.new_auxiliary()
 
     def first_state(self) -> State:

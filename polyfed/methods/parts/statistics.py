@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 _LARGEST_BLOCK = 1 << 27
-"""Numbers in the covariances and vectors that are worked on at once."""
+"""Numbers in the covariances and vectors that are processed at once."""
 
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Means (and covariances) of vectors per class, for the classes that occur, in rising order."""
+    """Means (and covariances) of vectors per class, for the classes that occur, in ascending order."""
 
     labels: Tensor
     """int64 [seen]"""
@@ -52,8 +52,8 @@ def class_covariances(vectors: Tensor, labels: Tensor, classes: int) -> ClassSta
 def group_covariances(away: Tensor, counts: Tensor) -> Tensor:
     """Unbiased covariances [groups, size, size] of vectors, given as distances from their group's mean, by group.
 
-    Groups of about one size are multiplied at once. On a GPU in 64 bits, because it may round the factors of a 32-bit
-    product to 10 bits, and a few sizes are enough there: shorter groups are filled up with zeros.
+    Groups of about the same size are multiplied at once. On a GPU this is done in 64 bits, because it may round the
+    factors of a 32-bit product to 10 bits, and with a few sizes only: shorter groups are padded with zeros.
     """
     device, size = away.device, away.shape[1]
     widths = counts

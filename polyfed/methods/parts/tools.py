@@ -20,7 +20,7 @@ SAMPLES = {"samples": Counts((1,))}
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy, one value per sample."""
-    # Not PyTorch's, which looks for labels to ignore: many small kernels when clients train as one.
+    # Not PyTorch's own, which looks for labels to ignore: that means many small kernels when clients train as one.
     exact = torch.promote_types(logits.dtype, torch.float32)
     return -nn.functional.log_softmax(logits, 1, dtype=exact).gather(1, labels[:, None])[:, 0]
 
@@ -28,7 +28,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def distance(a: Tensor, b: Tensor, kind: Literal["euclidean", "mse"] = "euclidean") -> Tensor:
     """Distance of vectors along the last axis: the Euclidean norm of the difference, or its mean square.
 
-    The norm's gradient at zero, which does not exist, is taken as zero.
+    The norm has no gradient at zero; zero is used there.
     """
     squares = (a - b).square()
     if kind == "mse":
@@ -39,7 +39,7 @@ def distance(a: Tensor, b: Tensor, kind: Literal["euclidean", "mse"] = "euclidea
 
 
 def part_of(state: Mapping[str, Tensor], module: str) -> State:
-    """The float tensors of one module in a flat state; integer counters of batch norm stay at home.
+    """The float tensors of one module in a flat state; integer counters of batch norm stay with the client.
 
     >>> sorted(part_of({"model.head.bias": torch.zeros(2), "model.head_norm": torch.zeros(1)}, "model.head"))
     ['model.head.bias']
@@ -61,7 +61,7 @@ def module_state(name: str, module: nn.Module) -> State:
 
 
 def same_shapes(state: Mapping[str, Tensor]) -> dict[str, Floats]:
-    """The schema of messages that carry tensors shaped like these; the variances of batch norm are never negative."""
+    """The schema of messages that carry tensors of these shapes; the variances of batch norm are never negative."""
     return {name: Floats(tuple(tensor.shape), negative=not is_variance(name)) for name, tensor in state.items()}
 
 
@@ -105,7 +105,7 @@ class ClassVectors(nn.Module):
 
     def closeness(self, vectors: Tensor) -> Tensor:
         """Scores [batch, classes] for prediction: minus the Euclidean distance, minus infinity where unknown."""
-        # Not by the expanded square, whose terms cancel: a GPU may round them to 10 bits before.
+        # Not by expanding the square: its terms cancel, and a GPU may round them to 10 bits first.
         distances = torch.cdist(vectors, self.vectors, compute_mode="donot_use_mm_for_euclid_dist")
         return torch.where(self.known, -distances, -torch.inf)
 
@@ -119,7 +119,7 @@ def class_vectors_schema(name: str, classes: int, size: int, *, counts: bool = F
 
 
 def mean_by_class(vectors: Tensor, labels: Tensor, weights: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The weighted mean of the vectors of each label that occurs, summed in float64, and those labels in rising order.
+    """The weighted mean of the vectors of each label that occurs, summed in float64, and those labels, ascending.
 
     >>> means, labels = mean_by_class(torch.tensor([[1.0], [3.0]]), torch.tensor([4, 4]), torch.ones(2), 5)
     >>> means.tolist(), labels.tolist()
