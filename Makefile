@@ -25,9 +25,9 @@ lint: $(TESTED)
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/cpu_round.py
 
-# Options go through ARGS: make learn ARGS="--data digits --rounds 5"
+# Whether methods learn; others and options go through ARGS: make learn ARGS="standalone fedtgp --out runs/fedtgp"
 learn: $(PICTURES)
-	$(VENV)/bin/python benchmarks/learning.py $(ARGS)
+	$(VENV)/bin/polyfed compare $(or $(ARGS),standalone fedproto --seeds 0-2 --rounds 5 --out runs/learn)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyfed.api import Result, resume, run
+    from polyfed.compare.comparison import Comparison, compare
     from polyfed.config import Experiment, experiment, read_experiment
     from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
     from polyfed.engines.base import Engine
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Comparison",
     "Dataset",
     "Engine",
     "Experiment",
@@ -38,6 +40,7 @@ __all__ = [
     "SplitNetwork",
     "Training",
     "Watcher",
+    "compare",
     "experiment",
     "from_arrays",
     "from_torch_dataset",
@@ -50,6 +53,7 @@ __all__ = [
 
 _HOMES = {
     "api": ("Result", "resume", "run"),
+    "compare": ("Comparison", "compare"),
     "config": ("Experiment", "experiment", "read_experiment"),
     "data": ("Dataset", "from_arrays", "from_torch_dataset", "load_dataset"),
     "engines.base": ("Engine",),

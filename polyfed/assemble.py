@@ -28,6 +28,7 @@ from polyfed.models import (
     Models,
     SplitNetwork,
     assign,
+    default_auxiliary,
     default_features,
     resolve,
     smallest,
@@ -67,7 +68,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         rounds=config.rounds,
         seed=config.seed,
         architecture=owned[0],
-        auxiliary=_auxiliary(config, architectures, dataset),
+        auxiliary=_auxiliary(config, models, architectures, dataset),
         feature_size=examples[owned[0].name].feature_size,
         features=features,
         match=config.match_features,
@@ -85,6 +86,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     )
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
+    _check_scored(config, method)
     looks = {name: _look(distinct[name], example) for name, example in examples.items()}
     population = Population(
         dataset,
@@ -152,6 +154,14 @@ def _check_size(config: Experiment, dataset: Dataset) -> None:
         )
 
 
+def _check_scored(config: Experiment, method: Method) -> None:
+    if method.predicts_after_training and config.evaluate == "after-download":
+        raise InputError(
+            f"evaluate is 'after-download', but with these options clients of {method.name} predict with networks that "
+            "they fine-tune after a download: leave it at 'after-training'."
+        )
+
+
 def _check_head_trains(method: type[Method], name: str, network: SplitNetwork) -> None:
     if "head" in method.requires and not any(parameter.requires_grad for parameter in network.head.parameters()):
         raise InputError(
@@ -194,8 +204,11 @@ def _architectures(config: Experiment, models: Models | None) -> list[Architectu
     return resolve(config.models if models is None else models, config.head)
 
 
-def _auxiliary(config: Experiment, architectures: Sequence[Architecture], dataset: Dataset) -> Architecture:
-    if config.auxiliary is not None:
-        found = resolve(config.auxiliary)[0]
+def _auxiliary(
+    config: Experiment, models: Models | None, architectures: Sequence[Architecture], dataset: Dataset
+) -> Architecture:
+    name = config.auxiliary or default_auxiliary(config.models if models is None else models)
+    if name is not None:
+        found = resolve(name)[0]
         return next((own for own in architectures if own.name == found.name), found)  # one with its head known
     return smallest(architectures, dataset.input_shape, dataset.classes)

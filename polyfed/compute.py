@@ -80,3 +80,9 @@ def machine_name(device: torch.device) -> str:
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

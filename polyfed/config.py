@@ -24,16 +24,23 @@ from polyfed.registry import ENGINES, Registry
 from polyfed.settings import Settings
 from polyfed.yaml_text import RepeatedKey, parse_yaml
 
+_RELEASED_CODE = {
+    "epochs": 10, "batch_size": 512, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0, "augment": True,
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "epochs": 1, "batch_size": 64, "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "clip": None, "augment": False,
     },
-    "released-code": {
-        "epochs": 10, "batch_size": 512, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0,
-        "augment": True,
-    },
+    "released-code": _RELEASED_CODE,
+    "batch-64": {**_RELEASED_CODE, "batch_size": 64},
 }  # fmt: skip
-"""Training settings: what the papers' texts say, and what the code behind their numbers does."""
+"""Training settings by name."""
+
+PRESET_TITLES: dict[str, str] = {
+    "paper": "plain SGD, as the papers' texts say, with batch 64",
+    "released-code": "as pFedES's code, batch 512: one step per epoch with 100 clients on CIFAR-100",
+    "batch-64": "released-code with batch 64, where the published gains appear",
+}
 
 SHORTCUTS = ("epochs", "batch_size", "lr")
 """Training settings that may stand at the top level of an experiment."""
@@ -94,7 +101,8 @@ class Experiment(Settings):
         "pool", description="reach that number by pooling along features or by a learned projection"
     )
     auxiliary: str | None = Field(
-        None, description="the small common network of mutual-learning methods; none: the smallest of the models"
+        None,
+        description="the small common network of mutual-learning methods; none: the group's, without one the smallest",
     )
     start: Literal["architecture", "client"] = Field(
         "architecture", description="clients of one architecture start from the same weights, or each from its own"
@@ -226,7 +234,13 @@ def experiment(**values: Any) -> Experiment:
 
 def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) -> Experiment:
     """The experiment in a YAML file, with some values replaced; `trust` allows to import the code that it names."""
-    path = Path(path)
+    content = read_yaml(Path(path))
+    with trusting(trust, named_by(changes)):
+        return experiment(**merged(content, changes))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The names and values in an experiment's file."""
     try:
         content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -238,8 +252,7 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
         raise InputError(f"'{path}' is not an experiment; it needs names and values, such as 'method: fedproto'.")
-    with trusting(trust, named_by(changes)):
-        return experiment(**merged(content, changes))
+    return content
 
 
 def named_by(changes: Mapping[str, Any]) -> set[str]:

@@ -99,6 +99,11 @@ class Registry(MutableMapping[str, type[T]]):
         self[name] = self._checked(found, name)
         return self[name]
 
+    def is_found_elsewhere(self, name: str) -> bool:
+        """Whether another process would find it: it is not registered in this one alone."""
+        offered = (point.name for point in entry_points(group=f"polyfed.{self.kind}s"))
+        return ":" in name or name in self.own or name in offered
+
     def _checked(self, found: object, name: str) -> type[T]:
         if not self.is_one(found):
             article = "an" if self.kind[0] in "aeiou" else "a"

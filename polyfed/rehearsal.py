@@ -104,7 +104,8 @@ def _try(population: Population, network: ClientNetwork, name: str) -> None:
             mode = f"training (phase '{phase.name}')"
             set_modes(network, phase)
             drawn = phase.draw(torch.Generator().manual_seed(0), len(y)) if phase.draw else {}
-            outcome = phase.loss(network, Batch(x, y, view=x if phase.views == 2 else None, drawn=drawn))
+            views = torch.stack([x, x], 1) if phase.views == 2 else None
+            outcome = phase.loss(network, Batch(x, y, views=views, drawn=drawn))
             values = outcome[0] if isinstance(outcome, tuple) else outcome
             if not values.requires_grad:
                 raise InputError(

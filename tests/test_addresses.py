@@ -60,7 +60,7 @@ MORE: dict[str, set[str]] = {
     "fml": AUXILIARY,
     "fedkd": AUXILIARY,
     "fedmrl": AUXILIARY,
-    "fedapen": AUXILIARY | each("batches/mixing") | {"parts/0/0", "parts/0/1"},
+    "fedapen": AUXILIARY | each("batches/mixing") | each("batches/adapted") | {"parts/0/0", "parts/0/1"},
     "pfedes": {"initial/proxy", *each("batches/proxy")},
 }  # fmt: skip
 """What methods draw beyond what all draw."""
@@ -127,7 +127,7 @@ def test_engines_ask_for_the_same_batches(asked: list[str]) -> None:
         asked.clear()
         run("fedapen", engine=engine)
         batches = {address for address in asked if address.startswith("batches/") and "/0/" not in address}
-        assert batches == each("batches/model") | each("batches/mixing")
+        assert batches == each("batches/model") | each("batches/mixing") | each("batches/adapted")
         assert {address for address in asked if address.startswith("parts/")} == {"parts/0/0", "parts/0/1"}
 
 

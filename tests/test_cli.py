@@ -9,49 +9,19 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
 import polyfed
-from polyfed import bench, cli
-from polyfed.cli import NextFolder
+from polyfed import bench
+from polyfed.cli.runs import NextFolder
 from polyfed.config import experiment
 from polyfed.records import RunFolder
+from tests.shell import Ended, Shell, is_one_sentence
 
 SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", "--device", "cpu")
-
-
-class Ended(NamedTuple):
-    status: int
-    output: str
-    error: str
-
-
-class Shell:
-    """Runs polyfed in this process, in a folder of its own."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys = capsys
-        self._monkeypatch = monkeypatch
-
-    def __call__(self, *arguments: str) -> Ended:
-        self._monkeypatch.setattr(sys, "argv", ["polyfed", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        output, error = self._capsys.readouterr()
-        return Ended(int(caught.value.code or 0), output, error)
-
-
-@pytest.fixture
-def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.chdir(tmp_path)
-    return Shell(capsys, monkeypatch)
-
-
-def is_one_sentence(error: str) -> bool:
-    return error.startswith("polyfed: ") and error.endswith((".\n", "?\n")) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -70,7 +40,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--rounds", "abc"), "rounds is 'abc', but must be a whole number at least 1"),
         (("standalone", "--rounds", "2.5"), "rounds is 2.5, but must be a whole number at least 1"),
         (("standalone", "--lr", "nan"), "training.lr is nan, but must be a number greater than 0"),
-        (("standalone", "--round", "3"), "no such option: --round .*`.*run --help` tells what there is"),
+        (("standalone", "--round", "3"), "no such option: --round .*`.*run --help` lists what there is"),
         (("standalone", "--rounds"), "'--rounds' requires an argument"),
         ((), "missing argument 'METHOD|FILE.yaml'"),
         (("standalone", "--out", ""), "--out is empty: name the run's folder"),
@@ -93,7 +63,7 @@ def is_one_sentence(error: str) -> bool:
         (("standalone", "--set", "rouns=3"), "unknown setting 'rouns': did you mean 'rounds'?"),
         (
             ("standalone", "--set", "a.b=3"),
-            "--set knows method.NAME, .*ray.NAME and plain settings, not 'a.b'",
+            "--set accepts method.NAME, .*ray.NAME and plain settings, not 'a.b'",
         ),
         (("standalone", "--set", "training.momentun=1"), "did you mean 'momentum'?"),
         (("standalone", "--set", "training=1"), "training is 1, but must be names with values"),
@@ -196,7 +166,7 @@ def test_ctrl_c_in_other_commands_is_one_line(shell: Shell, monkeypatch: pytest.
 def test_ctrl_c_while_polyfed_is_imported_is_one_line(tmp_path: Path) -> None:
     """A module that polyfed imports sends the signal."""
     (tmp_path / "pandas.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
-    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parent.parent)])
+    paths = os.pathsep.join([str(tmp_path), str(Path(polyfed.__file__).parent.parent)])
     ended = subprocess.run(
         [sys.executable, "-m", "polyfed", "methods"],
         env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
@@ -233,7 +203,8 @@ def test_options_and_settings_reach_the_experiment(shell: Shell, tmp_path: Path)
     assert ended.status == 0, ended.error
     config = RunFolder.open(tmp_path / "run").config
     assert (config.clients, config.eval_every, config.split, config.workers) == (2, 2, "6:2:2", 1)
-    assert config.method == {"name": "fedproto", "weight": 0.5, "distance": "euclidean", "mean": "plain"}
+    assert config.method["name"] == "fedproto"
+    assert config.options == {"weight": 0.5, "distance": "euclidean", "penalty": "samples", "mean": "plain"}
     training = config.training
     assert (training.epochs, training.batch_size, training.lr, training.momentum) == (1, 32, 0.01, 0.9)
     assert (training.clip, training.augment) == (None, False)
@@ -338,7 +309,7 @@ def test_methods_in_json_have_documented_options(shell: Shell) -> None:
     assert (weight["default"], weight["range"]) == (None, "a number at least 0, or none")
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("resume",), ("methods",), ("bench",)])
+@pytest.mark.parametrize("command", [(), ("run",), ("resume",), ("compare",), ("methods",), ("bench",)])
 def test_help_is_plain_text_of_80_columns(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
@@ -348,7 +319,7 @@ def test_help_is_plain_text_of_80_columns(
     text = shell(*command, "--help").output
     assert max(map(len, text.splitlines())) <= 80
     assert not set("│╭─╰") & set(text)
-    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "")
+    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "").replace("FILE.yaml}...", "")
 
 
 def test_help_describes_every_option(shell: Shell) -> None:

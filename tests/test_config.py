@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polyfed.config import PRESETS, describe_range, experiment, merged, read_experiment
+from polyfed.config import PRESET_TITLES, PRESETS, describe_range, experiment, merged, read_experiment
 from polyfed.errors import InputError
 from polyfed.methods.base import Training
 from polyfed.yaml_text import parse_yaml
@@ -68,6 +68,11 @@ def test_none_means_no_value_where_there_may_be_none(tmp_path: Path) -> None:
     assert (config.options["weight"], config.workers, config.training.clip) == (None, None, None)
     with pytest.raises(InputError, match="rounds is 'none'"):
         experiment(method="fedproto", rounds="none")
+
+
+def test_batch_64_is_the_released_code_with_another_batch_size() -> None:
+    assert PRESETS["batch-64"] == {**PRESETS["released-code"], "batch_size": 64}
+    assert PRESET_TITLES.keys() == PRESETS.keys()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -47,6 +47,8 @@ class Engine(ABC):
     name: ClassVar[str]
     notes: list[str]
     """What the federation should record about the engine itself; it removes them after every round."""
+    device: torch.device = torch.device("cpu")
+    """Where the server does its heavy work too: the clients' device if they are in this process."""
     remarks: Sequence[str] = ()
     """Remarks on the clients' data before the first round."""
     about: Mapping[str, Any] = MappingProxyType({})
@@ -116,6 +118,7 @@ class LocalEngine(Engine):
         self._beginners = Counter(architecture.name for architecture in population.architectures.values())
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
+        self.device = population.device
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device), self.notes.append)
 

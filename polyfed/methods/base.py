@@ -124,8 +124,8 @@ class Phase:
     epochs: int
     lr: float | None = None
     """Overrides the training's learning rate."""
-    views: Literal[1, 2] = 1
-    """2: the images are always augmented, and the batch carries a second augmentation of them in `batch.view`."""
+    views: Literal[0, 2] = 0
+    """2: the batch also carries two augmented views of each image, in `batch.views`; `batch.x` stays as it is."""
     draw: Callable[[torch.Generator, int], State] | None = None
     """Extra random tensors for that many samples, one row each, passed to the loss batch by batch as `batch.drawn`."""
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -244,11 +244,17 @@ class Method:
     """What clients must have in common."""
     announces_classes: bool = False
     """Clients tell the server which classes they hold when they join, because `download` depends on it."""
+    predicts_after_training: bool = False
+    """A client predicts with what its training makes of a download, so it can't be scored right after one."""
     collect: Collect | None = None
     depends_on_rounds: ClassVar[bool] = False
     """What happens in a round depends on the total number of rounds."""
     kept_fresh: ClassVar[tuple[str, ...]] = ()
-    """Modules beside the model that only hold what the server knows: after a run, predictions use its final state."""
+    """Modules beside the model that only hold what the server knows; `receive` changes nothing else.
+
+    A client that does not take part in a round is scored as if it had received that round's download, like the
+    participants. After a run, predictions use the server's final state.
+    """
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 

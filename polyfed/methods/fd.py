@@ -14,6 +14,9 @@ from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Method, Phase,
 from polyfed.methods.parts.statistics import means_from_sums
 from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, cross_entropy, store_vectors
 
+NOBODY, SEVERAL = -1, -2
+"""In the list of who has sent a class, where that is not one client's number."""
+
 
 class FD(Method):
     """Logits are pulled towards the federation's mean logits of the sample's class."""
@@ -30,7 +33,8 @@ class FD(Method):
             description="mean squared difference from the mean logits, or cross entropy with their softmax as target",
         )
         mean: Literal["all", "leave-one-out"] = Field(
-            "all", description="a client receives the mean over all who sent the class, or over the others only"
+            "leave-one-out",
+            description="a client receives the mean over all who sent the class, or over the others only",
         )
 
     config: Config
@@ -70,7 +74,8 @@ class FD(Method):
         return Message({"logits": own.means}, {"labels": own.labels})
 
     def start(self, server: Server) -> None:
-        self.aggregate(server, [])
+        server.state["owners"] = torch.full((self.task.classes,), NOBODY)
+        self._keep_round(server, [])
 
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         state = server.state
@@ -87,6 +92,21 @@ class FD(Method):
         return class_vectors_schema("logits", self.task.classes, self.task.classes)
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        self._keep_round(server, replies)
+        owners = server.state["owners"].clone()
+        for reply in replies:
+            labels = reply.message.metadata["labels"]
+            first = (owners[labels] == NOBODY) | (owners[labels] == reply.client)
+            owners[labels] = torch.where(first, reply.client, SEVERAL)
+        server.state["owners"] = owners
+        # Said early, and again when it is certain: with few participants a second owner may come later.
+        if server.round in (1, self.task.rounds) and not bool((owners == SEVERAL).any()):
+            server.notes.append(
+                "no class has been sent by two clients so far: with one owner per class nobody learns from anybody "
+                "else, and FD trains every client alone"
+            )
+
+    def _keep_round(self, server: Server, replies: Sequence[Reply]) -> None:
         # Built from this round's replies alone: logits grow in training, so those of earlier rounds would hold it back.
         count = self.task.classes
         logits = torch.cat([torch.zeros(0, count), *(reply.message.tensors["logits"] for reply in replies)])

@@ -53,9 +53,11 @@ class FedClassAvg(LGFedAvg):
         return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs, views=2)]
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
-        assert batch.view is not None
-        first, second = net.features(batch.x), net.features(batch.view)
-        classified = cross_entropy(net.head(first), batch.y)
+        assert batch.views is not None
+        first, second = net.features(batch.views[:, 0]), net.features(batch.views[:, 1])
+        # Views are for the contrast alone: a head that only ever sees augmented images would be compared with others
+        # that do not, which says nothing about the method.
+        classified = cross_entropy(net(batch.x), batch.y)
         if self.config.normalise:
             first, second = unit_length(first), unit_length(second)
         contrasted = contrastive_loss(first, second, batch.y, batch.mask, self.config.temperature)

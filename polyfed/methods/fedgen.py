@@ -32,16 +32,8 @@ class FedGen(Method):
     requires = ("head",)
 
     class Config(Method.Config):
-        label_weight: float | None = Field(
-            None,
-            ge=0,
-            description="initial weight of the loss on generated features; none: 10, or 0.1 / lr if that is less",
-        )
-        guidance_weight: float | None = Field(
-            None,
-            ge=0,
-            description="initial weight of the guidance by generated features; none: 10, or 0.1 / lr if that is less",
-        )
+        label_weight: float = Field(1.0, ge=0, description="initial weight of the loss on generated features")
+        guidance_weight: float = Field(1.0, ge=0, description="initial weight of the guidance by generated features")
         decay: float = Field(
             0.98, gt=0, le=1, description="factor applied to both weights and the server's learning rate in each round"
         )
@@ -66,9 +58,7 @@ class FedGen(Method):
 
     def weights(self, round: int) -> Tensor:
         """The weights of the two terms that the generator adds to the loss in a round."""
-        # The paper's 10 goes with its learning rate 0.01; at larger ones its steps on the head would not converge.
-        usual = min(10.0, 0.1 / self.training.lr)
-        starts = [usual if w is None else w for w in (self.config.label_weight, self.config.guidance_weight)]
+        starts = (self.config.label_weight, self.config.guidance_weight)
         fading = self.config.decay ** (round - 1)
         return torch.tensor([max(start * fading, min(start, SMALLEST_WEIGHT)) for start in starts])
 

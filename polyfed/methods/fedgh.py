@@ -27,7 +27,7 @@ class FedGH(Method):
     class Config(Method.Config):
         server_lr: float = Field(0.01, gt=0, description="learning rate of the head on the server")
         server_epochs: int = Field(1, ge=1, description="passes over a round's class means on the server")
-        server_batch_size: int = Field(10, ge=1, description="class means per step on the server")
+        server_batch_size: int = Field(1, ge=1, description="class means per step on the server")
 
     config: Config
 

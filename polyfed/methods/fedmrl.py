@@ -11,6 +11,8 @@ from polyfed.methods.base import Batch, ClientNetwork, Phase, SplitNetwork
 from polyfed.methods.parts.shared_network import SharedNetwork
 from polyfed.methods.parts.tools import cross_entropy
 
+LARGEST_DEFAULT = 128
+
 
 class FedMRL(SharedNetwork):
     """A personal projector fuses the features of both networks; the shared head sees the first part of the result.
@@ -26,21 +28,24 @@ class FedMRL(SharedNetwork):
 
     class Config(SharedNetwork.Config):
         shared_features: int | None = Field(
-            None, ge=1, description="features of the shared network; none: its own number"
+            None, ge=1, description="features of the shared network; none: a quarter of the private's, at most 128"
         )
 
     config: Config
 
     def shared_network(self) -> SplitNetwork:
-        return self.task.new_auxiliary(self.config.shared_features)
+        # As many as the private network has would nest nothing.
+        default = max(1, min(LARGEST_DEFAULT, self.task.feature_size // 4))
+        return self.task.new_auxiliary(self.config.shared_features or default)
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
         shared = self.shared_network()
         own, common = model.feature_size, shared.feature_size
-        if common > own:
+        # As many are allowed to someone who asks for them, as in the authors' code for different networks.
+        if common > own or (common == own and self.config.shared_features is None):
             raise InputError(
                 f"fedmrl nests the shared network's {common} features in the private network's, but a client has only "
-                f"{own}: set method.shared_features to at most {own}."
+                f"{own}: set method.shared_features to less than {own}, or to {own} to nest nothing."
             )
         return {"shared": shared, "projector": nn.Linear(common + own, own)}
 

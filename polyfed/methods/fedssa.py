@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from polyfed.errors import InputError
@@ -16,7 +16,15 @@ from polyfed.methods.base import Knowledge, Method, Reply, Server, Task, Trained
 from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, mean_by_class, store_vectors
 
 GROWTH_WARNING = 10
-"""Stabilisation beyond this round lets rows grow so much that a run should say so."""
+"""Stabilisation beyond this round, or rows that can grow beyond this factor: a run should say so."""
+
+DECAYS: dict[str, Callable[[int, int], float]] = {
+    "cosine": lambda round, stable: math.cos(math.pi * round / (2 * stable)),
+    "linear": lambda round, stable: 1 - round / stable,
+    "exponential": lambda round, stable: 0.01 ** (round / stable),
+    "constant": lambda round, stable: 1.0,
+}
+"""What is left of the first share in a round before the stable one."""
 
 
 class FedSSA(Method):
@@ -40,6 +48,9 @@ class FedSSA(Method):
         stable_round: int = Field(
             4, ge=1, description="the round from which it adds nothing (the paper's T_stable); 1 or 2: it never does"
         )
+        decay: Literal["cosine", "linear", "exponential", "constant"] = Field(
+            "cosine", description="how that weight falls until then; exponential: to a hundredth, constant: not at all"
+        )
         convex: bool = Field(
             False, description="mix own and global rows with weights that sum to one, so that rows do not grow"
         )
@@ -49,6 +60,20 @@ class FedSSA(Method):
         full_header: bool = Field(
             False, description="send whole heads with zeros for other classes, so that no list of classes travels"
         )
+        average: Literal["classes", "head"] = Field(
+            "classes",
+            description="average a class's row over the clients that have the class, or (an ablation) all rows over "
+            "all clients",
+        )
+
+        @model_validator(mode="after")
+        def _hides_what_it_can(self) -> Self:
+            if self.full_header and self.average == "head":
+                raise InputError(
+                    "fedssa's full_header sends zeros for classes that a client does not have, but with average=head "
+                    "all rows count: leave out one of the two."
+                )
+            return self
 
     config: Config
 
@@ -66,7 +91,9 @@ class FedSSA(Method):
                 "leave its parameters trainable (requires_grad=True)."
             )
         self.row_size = head_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
-        self.announces_classes = not config.full_header
+        self.whole = config.full_header or config.average == "head"
+        """Whether heads travel, not rows with a list of classes."""
+        self.announces_classes = not self.whole
 
     # The client's side -----------------------------------------------------------------------------------------------
 
@@ -75,8 +102,9 @@ class FedSSA(Method):
             return {}
         rows = head_rows(state)
         labels, received = sent_rows(message)
-        own = torch.isin(labels, client.classes.to(labels.device))
-        labels, received = labels[own], received[own]
+        if self.config.average == "classes":
+            own = torch.isin(labels, client.classes.to(labels.device))
+            labels, received = labels[own], received[own]
         # Eq. 4 of the paper. A class without a global row is not in the message: its local row stays.
         share = self.own_share(client.round)
         rows[labels] = (1 - share if self.config.convex else 1) * received + share * rows[labels]
@@ -85,10 +113,12 @@ class FedSSA(Method):
     def own_share(self, round: int) -> float:
         """The weight of a client's own rows in a round (the paper's mu^t); rounds count from 1."""
         stable = self.config.stable_round
-        return self.config.history * math.cos(math.pi * round / (2 * stable)) if round < stable else 0.0
+        return self.config.history * DECAYS[self.config.decay](round, stable) if round < stable else 0.0
 
     def upload(self, client: Trained) -> Message:
         rows, seen = head_rows(client.state), client.counts > 0
+        if self.config.average == "head":
+            return Message({"head": rows})
         if self.config.full_header:
             return Message({"head": torch.where(seen.to(rows.device)[:, None], rows, 0.0)})
         return Message({"rows": rows[client.classes.to(rows.device)]}, {"labels": client.classes})
@@ -101,14 +131,14 @@ class FedSSA(Method):
 
     def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
         rows, known = server.state["rows.vectors"], server.state["rows.known"]
-        if self.config.full_header:
+        if self.whole:
             return Message({"head": rows}) if bool(known.any()) else Message()
         assert classes is not None
         labels = classes[known[classes]]
         return Message({"rows": rows[labels]}, {"labels": labels}) if len(labels) else Message()
 
     def schema(self) -> Schema:
-        if self.config.full_header:
+        if self.whole:
             return Schema({"head": Floats((self.task.classes, self.row_size))})
         return class_vectors_schema("rows", self.task.classes, self.row_size)
 
@@ -129,7 +159,7 @@ class FedSSA(Method):
     def growth_note(self) -> list[str]:
         """The paper's sum is no mean: a warning where it can let rows grow far."""
         growth = math.prod(1 + self.own_share(round) for round in range(2, self.task.rounds + 1))
-        if self.config.convex or self.config.stable_round <= GROWTH_WARNING or growth == 1:
+        if self.config.convex or growth == 1 or max(self.config.stable_round, growth) <= GROWTH_WARNING:
             return []
         return [
             f"with stable_round {self.config.stable_round} the head's rows can grow {growth:.3g}-fold before they are "

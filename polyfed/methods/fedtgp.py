@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from polyfed.errors import InputError
 from polyfed.methods.base import Reply, Server
 from polyfed.methods.parts.prototypes import PrototypeMethod
 from polyfed.methods.parts.tools import mean_by_class, store_vectors
@@ -49,9 +50,21 @@ class FedTGP(PrototypeMethod):
         broadcast: Literal["all", "uploaded"] = Field(
             "all", description="send prototypes of all classes, or only of those that some client has uploaded so far"
         )
+        send_untrained: bool = Field(
+            False, description="send prototypes in round 1 too, before they are trained, as Algorithm 1 of the paper"
+        )
         server_epochs: int = Field(100, ge=1, description="passes over a round's client prototypes on the server")
         server_lr: float = Field(0.01, gt=0, description="learning rate of the prototypes on the server")
         server_batch_size: int = Field(10, ge=1, description="client prototypes per step on the server")
+
+        @model_validator(mode="after")
+        def _sends_what_it_has(self) -> Self:
+            if self.send_untrained and self.broadcast == "uploaded":
+                raise InputError(
+                    "fedtgp's send_untrained sends prototypes of all classes before any was uploaded, but broadcast is "
+                    "'uploaded': leave out one of the two."
+                )
+            return self
 
     config: Config
 
@@ -61,6 +74,10 @@ class FedTGP(PrototypeMethod):
         server.modules["prototypes"] = self.task.seeded_module(
             lambda: TrainablePrototypes(classes, size, network=self.config.network), "trainable prototypes"
         )
+        if self.config.send_untrained:
+            with torch.no_grad():
+                first = server.modules["prototypes"]().clone()
+            server.state.update(store_vectors(server.state, "prototypes", first, torch.arange(classes)))
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         vectors = torch.cat([reply.message.tensors["prototypes"] for reply in replies])

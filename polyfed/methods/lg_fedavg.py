@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from polyfed.methods.fedavg import FedAvg
+from polyfed.message import State
+from polyfed.methods.parts.averaged import Averaged
+from polyfed.methods.parts.tools import module_state
 
 
-class LGFedAvg(FedAvg):
+class LGFedAvg(Averaged):
     """Like FedAvg, but only the head travels, so extractors may differ as long as they give the same features."""
 
     name = "lg-fedavg"
@@ -14,3 +16,6 @@ class LGFedAvg(FedAvg):
     sends = "the head"
     requires = ("features", "head")
     module = "model.head"
+
+    def first_state(self) -> State:
+        return module_state(self.module, self.task.new_head())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from polyfed.addresses import load_trusted
@@ -36,7 +37,11 @@ class PFedES(Averaged):
             0.1, gt=0, le=0.5, description="weight of the enhanced images in the model's loss (the paper's mu)"
         )
         proxy_epochs: int | None = Field(
-            None, ge=1, description="epochs of the proxy in a round; none: 5 if the model has 10, otherwise the model's"
+            None, ge=1, description="epochs of the proxy in a round; none: as many as the model's"
+        )
+        proxy_lr: float | None = Field(None, gt=0, description="learning rate of the proxy; none: the model's")
+        joint: bool = Field(
+            False, description="train the model and the proxy together on the model's loss (an ablation), not in turn"
         )
         activation: Activation = Field(
             "relu", description="what the two convolutions end with: relu as the released code, none or tanh"
@@ -50,6 +55,15 @@ class PFedES(Averaged):
         def _no_activation(cls, value: object) -> object:
             """On the command line and in YAML, none may arrive as no value."""
             return "none" if value is None else value
+
+        @model_validator(mode="after")
+        def _one_phase_has_one_rate(self) -> Self:
+            if self.joint and (self.proxy_lr is not None or self.proxy_epochs is not None):
+                raise InputError(
+                    "pfedes trains the proxy with the model's learning rate and epochs if joint is true: leave out "
+                    "proxy_lr and proxy_epochs."
+                )
+            return self
 
     config: Config
 
@@ -65,11 +79,13 @@ class PFedES(Averaged):
         return {"proxy": self.new_proxy()}
 
     def phases(self) -> list[Phase]:
-        epochs = self.training.epochs
-        proxy_epochs = self.config.proxy_epochs or (5 if epochs == 10 else epochs)
+        config, epochs = self.config, self.training.epochs
+        if config.joint:
+            return [Phase("model", trains=("model", "proxy"), loss=self.model_loss, epochs=epochs)]
+        proxy_epochs = config.proxy_epochs or epochs
         return [
             Phase("model", trains=("model",), loss=self.model_loss, epochs=epochs),
-            Phase("proxy", trains=("proxy",), loss=self.proxy_loss, epochs=proxy_epochs),
+            Phase("proxy", trains=("proxy",), loss=self.proxy_loss, epochs=proxy_epochs, lr=config.proxy_lr),
         ]
 
     def model_loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
@@ -84,8 +100,18 @@ class PFedES(Averaged):
 
     def inspect(self, net: ClientNetwork, batch: Batch) -> dict[str, Tensor]:
         # With ReLU at its end the proxy can die; no gradient brings it back, and nothing else would show it.
+        zeros = net.proxy(batch.x) == 0
         remark = "the proxy extractor gives only zeros and can't learn any more; activation=none avoids that"
-        return {remark: (net.proxy(batch.x) == 0).all()}
+        remarks = {remark: zeros.all()}
+        if zeros.ndim < 4:  # no image with channels
+            return remarks
+        dead = zeros.transpose(0, 1).flatten(1).all(1)
+        return remarks | {
+            f"channel {channel} of the proxy extractor's images is only zeros; activation=none avoids that": (
+                dead[channel] & ~dead.all()
+            )
+            for channel in range(len(dead))
+        }
 
     # The server's side: Eq. 11 of the paper, but weighted by the participants' samples. The paper divides by those of
     # all clients, so the proxy would shrink whenever some are missing.

@@ -2,7 +2,7 @@
 
 from polyfed.models.architectures import Architecture, Models, assign, parameter_count, resolve, smallest
 from polyfed.models.layers import HEADS, FeaturePool, SeededDropout, seed_dropout, set_generator
-from polyfed.models.networks import GROUP_TITLES, GROUPS, NETWORKS, ProxyExtractor, default_features
+from polyfed.models.networks import GROUP_TITLES, GROUPS, NETWORKS, ProxyExtractor, default_auxiliary, default_features
 from polyfed.models.split import SplitNetwork, split_network
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "SeededDropout",
     "SplitNetwork",
     "assign",
+    "default_auxiliary",
     "default_features",
     "parameter_count",
     "resolve",

@@ -308,6 +308,15 @@ GROUP_TITLES: dict[str, str] = {
     "htm10": "10 different networks, 2 of them transformers (later work on FedTGP's setting)",
 }
 
+AUXILIARIES: dict[str, str] = {
+    "papers": "cnn5",
+    **dict.fromkeys(("htfe2", "htfe4", "htfe8", "res34-htc4", "htfe8-htc4", "htm10"), "cnn"),
+    "htfe3": "resnet10",
+    "htfe5": "googlenet",
+    "htfe9": "resnet4",
+}
+"""The small common network of mutual-learning methods in each group."""
+
 # The networks of these groups differ in their number of features; FedTGP pools all of them to 512.
 _POOLED_FEATURES = 512
 
@@ -318,12 +327,25 @@ def default_features(models: object) -> int | None:
     >>> default_features("htfe8"), default_features("papers"), default_features("cnn1,htfe2")
     (512, None, 512)
     """
+    return next((_POOLED_FEATURES for group in _named_groups(models) if group != "papers"), None)
+
+
+def default_auxiliary(models: object) -> str | None:
+    """The auxiliary network of the first group that is named; None if there is no group.
+
+    >>> default_auxiliary("htfe9"), default_auxiliary("cnn1, papers"), default_auxiliary("cnn1,cnn2")
+    ('resnet4', 'cnn5', None)
+    """
+    return next((AUXILIARIES[group] for group in _named_groups(models)), None)
+
+
+def _named_groups(models: object) -> list[str]:
+    """The groups among what describes networks, in order."""
     if isinstance(models, str):
-        groups = {part.strip().lower() for part in models.split(",")} & GROUPS.keys()
-        return _POOLED_FEATURES if groups - {"papers"} else None
+        return [name for part in models.split(",") if (name := part.strip().lower()) in GROUPS]
     if isinstance(models, Sequence):
-        return next((found for part in models if (found := default_features(part)) is not None), None)
-    return None
+        return [name for part in models for name in _named_groups(part)]
+    return []
 
 
 Activation = Literal["relu", "none", "tanh"]

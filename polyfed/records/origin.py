@@ -15,10 +15,13 @@ FREE = {"rounds", "engine", "device", "workers", "memory_budget", "ray", "checkp
 
 def fixed_settings(config: Experiment) -> dict[str, Any]:
     """The settings that determine a run's numbers, by name: `seed`, `training.lr`, `method.weight`."""
+    return {n: v for n, v in settings_by_name(config).items() if n.partition(".")[0] not in FREE}
+
+
+def settings_by_name(config: Experiment) -> dict[str, Any]:
+    """All settings, those in groups by their full names."""
     settings: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
-        if name in FREE:
-            continue
         if isinstance(value, Mapping):
             settings |= {f"{name}.{inner}": setting for inner, setting in value.items()}
         else:

@@ -75,7 +75,7 @@ class Federation:
         self.progress = Progress()
         self.profiles = engine.join()
         check_common(type(method), self.profiles)
-        self.server = Server(config.seed, device or torch.device("cpu"))
+        self.server = Server(config.seed, device or engine.device)
         self.method.start(self.server)
         most_samples = config.count_bound or samples_known(self.profiles.values()) or MOST_SAMPLES
         self.door = Door(self.method, config.reply_bound, most_samples)
@@ -140,8 +140,12 @@ class Federation:
 
     def round(self, number: int) -> None:
         """One round, from the choice of participants to its records."""
+        self.server.round = number
+        participants = self.participants(number)
+        if self._scores_after(number) and self.method.kept_fresh:
+            self._score_others(number, participants)
         with self.door.naming_causes(self.progress.sizes):
-            row, training_seconds = self._train_and_fuse(number)
+            row, training_seconds = self._train_and_fuse(number, participants)
         if self._evaluates(number):
             row |= self._evaluate(number)
             self.folder.add_round(row)
@@ -155,14 +159,22 @@ class Federation:
                 "continues with the next round."
             )
 
-    def _train_and_fuse(self, number: int) -> tuple[dict[str, Any], float]:
+    def _score_others(self, number: int, participants: list[int]) -> None:
+        """Score those who sit out this round with what its participants receive: they hold older server knowledge.
+
+        Done before the server learns from the round, so that all clients are scored with the same. Not counted as
+        traffic.
+        """
+        others = sorted(set(self.engine.available()) - set(participants))
+        downloads = {client: self.download(client) for client in others}
+        self._keep_scores(number, self.engine.evaluate(others, number, downloads) if others else {})
+
+    def _train_and_fuse(self, number: int, participants: list[int]) -> tuple[dict[str, Any], float]:
         """The round without its evaluation: its record, and how many seconds clients trained.
 
         Messages live no longer than this: some are large.
         """
         begin = time.perf_counter()
-        self.server.round = number
-        participants = self.participants(number)
         downloads = {client: self.download(client) for client in participants}
         replies = self.engine.train(
             number, downloads, lambda client: self.watcher.on_client(number, client), score=self._scores_after(number)

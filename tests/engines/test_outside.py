@@ -10,7 +10,7 @@ import pytest
 
 import polyfed
 from polyfed import registry
-from polyfed.cli import _option
+from polyfed.cli.options import _annotation
 from polyfed.config import describe_range, read_experiment
 from polyfed.engines import ENGINES, LocalEngine, SequentialEngine, new_engine
 from tests import support
@@ -160,6 +160,13 @@ def test_what_is_no_engine_is_refused_in_a_sentence(engine: Any, words: str) -> 
 def test_help_and_docs_list_the_engines() -> None:
     words = "one of auto, sequential, threads, vectorized, ray, or package.module:Class"
     assert describe_range(polyfed.Experiment, "engine") == words
-    assert words in _option("engine").help
+    assert words in _annotation("engine").__metadata__[0].help
     row = next(line for line in (Path("docs/configuration.md")).read_text().splitlines() if "| `engine` |" in line)
     assert row.split("|")[4].strip() == words.removeprefix("one of ").replace(", or ", ", ")
+
+
+def test_an_engine_of_this_process_alone_is_not_found_elsewhere(elsewhere: Path) -> None:
+    from backwards_of_someone import BackwardsEngine
+
+    ENGINES.register(BackwardsEngine)
+    assert [ENGINES.is_found_elsewhere(name) for name in ("auto", "ray", ADDRESS, "backwards")] == [True] * 3 + [False]

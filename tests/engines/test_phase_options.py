@@ -36,8 +36,9 @@ def noisy(net: ClientNetwork, batch: Batch) -> Tensor:
 
 
 def contrasted(net: ClientNetwork, batch: Batch) -> Tensor:
-    assert batch.view is not None
-    return plain(net, batch) + (net.features(batch.x) - net.features(batch.view)).square().mean(1)
+    assert batch.views is not None
+    first, second = batch.views.unbind(1)
+    return plain(net, batch) + (net.features(first) - net.features(second)).square().mean(1)
 
 
 def weights(generator: torch.Generator, samples: int) -> State:

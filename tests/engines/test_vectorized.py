@@ -25,6 +25,7 @@ from polyfed.methods import METHODS
 from polyfed.methods.base import Method, Phase
 from polyfed.methods.parts.tools import cross_entropy
 from tests import support
+from tests.methods import parity
 
 
 def run(tmp_path: Path, engine: Any, method: Any, **settings: Any) -> tuple[pd.DataFrame, list[dict[str, Any]], Any]:
@@ -42,13 +43,19 @@ def assert_agree(tmp_path: Path, method: Any, **settings: Any) -> None:
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     for client in range(plain.config.clients):
         for name, tensor in plain.engine.get_state(client).items():
-            torch.testing.assert_close(stacked.engine.get_state(client)[name], tensor, rtol=1e-3, atol=1e-4)
+            if name != "received.version":  # FedKD's hash of weights, which the last bit changes
+                torch.testing.assert_close(stacked.engine.get_state(client)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_agrees_with_the_plain_loop(tmp_path: Path, method: str) -> None:
     models = (support.Wide,) if method == "fedavg" else (support.Wide, support.Narrow)
     assert_agree(tmp_path, method, models=models, clients=5, lr=0.05)
+
+
+@pytest.mark.parametrize("option", parity.OPTIONS)
+def test_options_agree_with_the_plain_loop(tmp_path: Path, option: str) -> None:
+    assert_agree(tmp_path, parity.OPTIONS[option], clients=5, participation=0.6, lr=0.05, rounds=3)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,23 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from polyfed.engines import SequentialEngine, ThreadsEngine
-from polyfed.engines.client.batches import AUGMENTATION
+from polyfed.engines.client.batches import AUGMENTATION, VIEWS, augmented
 from polyfed.engines.client.round import set_modes
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 from tests import support
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fd-all": {"name": "fd", "mean": "all"},
+    "fedproto-classes": {"name": "fedproto", "penalty": "classes"},
+    "fedtgp-classes": {"name": "fedtgp", "penalty": "classes", "send_untrained": True, "server_epochs": 5},
+    "fedssa-head": {"name": "fedssa", "average": "head", "decay": "linear"},
+    "pfedes-joint": {"name": "pfedes", "joint": True},
+    "pfedes-rate": {"name": "pfedes", "proxy_lr": 0.01},
+    "fedapen-adapted": {"name": "fedapen", "mixing_lr": 0.1, "adapted_epochs": 3},
+}
+"""Methods with options that change what clients compute or what travels; every engine must agree on them too."""
 
 
 class _Values(nn.Module):
@@ -29,7 +40,7 @@ class _Values(nn.Module):
         self.phase = phase
 
     def forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        given = {name: tensors[name] for name in ("x", "y", "mask", "view") if name in tensors}
+        given = {name: tensors[name] for name in ("x", "y", "mask", "views") if name in tensors}
         drawn = {name.removeprefix("drawn."): t for name, t in tensors.items() if name.startswith("drawn.")}
         outcome = self.phase.loss(self.net, Batch(**given, drawn=drawn))
         return outcome[0] if isinstance(outcome, tuple) else outcome
@@ -109,13 +120,16 @@ def _batch(population: Population, phase: Phase, seed: int, size: int) -> dict[s
     drawn = phase.draw(generator, size) if phase.draw else {}
     batch = {"x": x, "y": y, **{f"drawn.{name}": tensor for name, tensor in drawn.items()}}
     if phase.views == 2:
-        batch["view"] = random_view(x, generator)
+        batch["views"] = random_views(x, generator)
     return batch
 
 
-def random_view(x: Tensor, generator: torch.Generator) -> Tensor:
-    """One random augmentation of the images."""
-    return AUGMENTATION.apply(x, AUGMENTATION.draw(generator, len(x), tuple(x.shape[1:])))
+def random_views(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Two random augmentations of each image."""
+    draws = {view: AUGMENTATION.draw(generator, len(x), tuple(x.shape[1:])) for view in VIEWS}
+    views = augmented(x, draws)[1]
+    assert views is not None
+    return views
 
 
 def _padded(batch: dict[str, Tensor], width: int) -> dict[str, Tensor]:

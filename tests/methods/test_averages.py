@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyfed.engines.client.batches import batches
 from polyfed.errors import BadMessage, InputError
 from polyfed.methods.base import Knowledge
 from polyfed.methods.parts.tools import part_of
@@ -87,6 +88,56 @@ def test_standalone_sends_nothing(tmp_path: Path) -> None:
     summary = run.run()
     assert summary["upload_bytes"] == summary["download_bytes"] == 0
     assert summary["accuracy_final"] > 0.9
+
+
+TUNED = {"name": "fedavg", "finetune_epochs": 2}
+
+
+def test_fine_tuning_leaves_the_global_network_as_it_is(tmp_path: Path) -> None:
+    """What is sent and averaged is the network before fine-tuning, whose batches are drawn as without it."""
+    plain, tuned = (
+        support.federation(tmp_path / name, options, models=(support.Wide,), rounds=3, participation=0.5)
+        for name, options in (("plain", "fedavg"), ("tuned", TUNED))
+    )
+    for run in (plain, tuned):
+        run.run()
+    for name, tensor in plain.server.state.items():
+        assert torch.equal(tensor, tuned.server.state[name])
+    assert plain.folder.rounds().upload_floats.equals(tuned.folder.rounds().upload_floats)
+    assert plain.folder.rounds().flops.sum() * 3 == tuned.folder.rounds().flops.sum()  # 1 epoch, then 1 + 2
+
+
+def test_the_kept_model_is_the_global_one_fine_tuned(tmp_path: Path) -> None:
+    """Two epochs by hand from the first global network, in the order that the phase draws; nothing else changes it."""
+    run = support.federation(tmp_path, TUNED, models=(support.Wide,), rounds=1)
+    run.run()
+    clients = run.engine.population
+    net = clients.new_network(0).model
+    for batch in batches(clients, 0, clients.method.phases()[1], round=1):
+        gradients = torch.autograd.grad(
+            torch.nn.functional.cross_entropy(net(batch.x), batch.y), list(net.parameters())
+        )
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter -= clients.training.lr * gradient
+    state = run.engine.get_state(0)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(state[f"model.{name}"], parameter.data)
+        assert not torch.allclose(state[f"model.{name}"], state[f"travelling.{name}"])
+    predicted = clients.method.predict(run.engine._bench.network(0, "Wide", state), batch.x)["classifier"]
+    torch.testing.assert_close(predicted, net(batch.x))
+
+
+def test_fine_tuned_networks_are_not_scored_after_a_download() -> None:
+    with pytest.raises(InputError, match="after-download.*fedavg.*leave it at 'after-training'"):
+        support.population(TUNED, models=(support.Wide,), evaluate="after-download")
+    support.population("fedavg", models=(support.Wide,), evaluate="after-download")
+
+
+def test_engines_agree_on_fine_tuning(tmp_path: Path) -> None:
+    parity.assert_vmap_agrees(support.population(TUNED, models=(support.Wide,)))
+    parity.assert_engines_agree(tmp_path / "plain", TUNED, models=(support.Wide,))
+    parity.assert_engines_agree(tmp_path / "normed", TUNED, models=(support.Normed,))
 
 
 @pytest.mark.parametrize(

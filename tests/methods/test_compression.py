@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from polyfed.errors import BadMessage
 from polyfed.message import Message
-from polyfed.methods.parts.compression import check_forms, compress, compressed_schema, needed_rank, restore
+from polyfed.methods.parts.compression import (
+    changed,
+    changes,
+    check_forms,
+    compress,
+    compressed_schema,
+    needed_rank,
+    restore,
+)
 
 
 def floats(state: dict[str, torch.Tensor]) -> int:
@@ -79,12 +87,25 @@ def test_convolutions_are_matrices_of_filters_by_the_rest() -> None:
     torch.testing.assert_close(restore(sent, {"weight": weight})["weight"], weight)
 
 
-@pytest.mark.parametrize(
-    "tensor", [torch.zeros(6, 6), torch.ones(7), torch.tensor(2.0), torch.ones(1, 9), torch.full((6, 6), math.nan)]
-)
+@pytest.mark.parametrize("tensor", [torch.ones(7), torch.tensor(2.0), torch.ones(1, 9), torch.full((6, 6), math.nan)])
 def test_what_has_no_smaller_factors_travels_as_it_is(tensor: torch.Tensor) -> None:
-    """All zeros have no energy, vectors and single rows no smaller factors; NaN is left for the receiver to refuse."""
+    """Vectors and single rows have no smaller factors; NaN is left for the receiver to refuse."""
     assert list(compress({"weight": tensor}, 0.5)) == ["weight"]
+
+
+def test_a_matrix_that_did_not_change_costs_one_rank() -> None:
+    """Its change is all zeros, which have no energy to reach; factors of rank one, 6 + 6 floats, are exact."""
+    sent = compress({"weight": torch.zeros(6, 6)}, 0.5)
+    assert floats(sent) == 12
+    assert torch.equal(restore(sent, {"weight": torch.zeros(6, 6)})["weight"], torch.zeros(6, 6))
+
+
+def test_changes_are_differences_of_matrices_and_values_of_vectors() -> None:
+    """From 1 to 3 a matrix changes by 2; a vector travels as 3, so that a negative variance shows."""
+    old, new = ({"weight": v * torch.ones(2, 2), "running_var": v * torch.ones(2)} for v in (1.0, 3.0))
+    found = changes(new, old)
+    assert (found["weight"].unique().tolist(), found["running_var"].unique().tolist()) == ([2.0], [3.0])
+    assert all(torch.equal(tensor, new[name]) for name, tensor in changed(old, found).items())
 
 
 def test_messages_with_wrong_forms_are_refused() -> None:

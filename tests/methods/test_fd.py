@@ -72,7 +72,7 @@ def test_cross_entropy_with_soft_targets() -> None:
 
 def test_mean_over_all_who_sent_the_class() -> None:
     """Class 1: (1 + 3) / 2 = 2; class 0 has one sender: its own 7. Everyone receives both."""
-    method = support.new_method("fd")
+    method = support.new_method({"name": "fd", "mean": "all"})
     server = support.new_server(method)
     method.aggregate(server, [sent(0, c1=1.0), sent(1, c0=7.0, c1=3.0)])
     assert [received(method, server, client) for client in range(3)] == [{0: 7.0, 1: 2.0}] * 3
@@ -83,7 +83,7 @@ def test_leave_one_out_is_the_mean_over_the_others() -> None:
 
     Class 0 has one sender, client 1: it alone does not receive it. Client 3 sent nothing and receives the mean 4.
     """
-    method = support.new_method({"name": "fd", "mean": "leave-one-out"})
+    method = support.new_method("fd")
     server = support.new_server(method)
     method.aggregate(server, [sent(0, c1=1.0), sent(1, c0=7.0, c1=3.0), sent(2, c1=8.0)])
     assert received(method, server, 0) == {0: 7.0, 1: 5.5}
@@ -147,7 +147,7 @@ def test_unsound_replies_are_refused() -> None:
         (good * math.nan, [0], "finite"),
         (good, [4], "outside"),
         (torch.ones(1, 3), [0], "shape"),
-        (torch.ones(2, 4), [1, 1], "rising"),
+        (torch.ones(2, 4), [1, 1], "ascending"),
     ):
         with pytest.raises(BadMessage, match=reason):
             method.check(Message({"logits": tensors}, {"labels": torch.tensor(labels)}))
@@ -164,25 +164,59 @@ def test_engines_agree(tmp_path, mean: str) -> None:
 
 
 def test_clients_share_no_storage(tmp_path) -> None:
-    parity.assert_nothing_shared(tmp_path, {"name": "fd", "mean": "leave-one-out"})
+    parity.assert_nothing_shared(tmp_path, "fd")
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "soft-ce", "mean": "leave-one-out"}])
+@pytest.mark.parametrize("options", [{}, {"mean": "all"}, {"loss": "soft-ce"}])
 def test_it_learns(tmp_path, options: dict[str, str]) -> None:
     # Logits that every client draws towards a mean of untrained ones grow slowly at first.
     assert support.federation(tmp_path, {"name": "fd", **options}, rounds=8).run()["accuracy_best"] > 0.9
 
 
-@pytest.mark.parametrize(("classes", "expected"), [(10, (20, 100)), (100, (1_000, 10_000))])
-def test_traffic_is_the_closed_form(tmp_path, classes: int, expected: tuple[int, int]) -> None:
-    """Up C·|Cᵢ| with 2 of 10 or 10 of 100 classes each, down C·C."""
-    assert support.traffic(tmp_path, "fd", classes) == expected
+@pytest.mark.parametrize(("classes", "own"), [(10, 2), (100, 10)])
+def test_traffic_is_the_closed_form(tmp_path, classes: int, own: int) -> None:
+    """Up C·|Cᵢ|, down C·C; with leave-one-out without the rows of the classes that only the client itself sent."""
+    up, down = classes * own, classes * classes
+    assert support.traffic(tmp_path / "all", {"name": "fd", "mean": "all"}, classes) == (up, down)
+    assert support.traffic(tmp_path / "others", "fd", classes) == (up, down - up)
+
+
+@pytest.mark.parametrize(("per_client", "expected"), [(1, 2), (2, 0)])
+def test_single_owners_are_noted(tmp_path, per_client: int, expected: int) -> None:
+    """Four clients with one of four classes each: nobody learns from others. It is said in the first and last round."""
+    run = support.federation(tmp_path, "fd", classes_per_client=per_client, rounds=3)
+    run.run()
+    notes = [event for event in run.folder.events() if "trains every client alone" in str(event.get("note"))]
+    assert [note["round"] for note in notes] == [1, 3][:expected]
+
+
+def test_an_owner_that_comes_later_is_a_second_owner() -> None:
+    """Client 1 sends class 0 in round 2, when client 0 is away: from then on nothing is to be noted."""
+    method = support.new_method("fd", rounds=2)
+    server = support.new_server(method)
+    method.aggregate(server, [sent(0, c0=1.0, c2=1.0)])
+    assert len(server.notes) == 1
+    server.round = 2
+    method.aggregate(server, [sent(1, c0=1.0, c1=1.0)])
+    assert len(server.notes) == 1
+
+
+def test_single_owners_train_as_if_alone(tmp_path) -> None:
+    """With one owner per class, no weight of a client differs from Standalone's by a bit."""
+    runs = [support.federation(tmp_path / name, name, classes_per_client=1, rounds=3) for name in ("fd", "standalone")]
+    for run in runs:
+        run.run()
+    for client in range(4):
+        fd, alone = (run.engine.get_state(client) for run in runs)
+        assert all(torch.equal(fd[name], tensor) for name, tensor in alone.items())
 
 
 def test_traffic_of_table_5_of_the_fedtgp_paper() -> None:
     """20 clients, C = 100, together 890 (client, class) pairs: Σ C·(|Cᵢ| + C) = 100·(890 + 2000) = 289 000 ≈ 0.29 M."""
     data = support.tiny_dataset()
-    method = support.new_method("fd", data=type(data)("many", data.images, data.labels, 100, (0.5,), (0.25,)))
+    method = support.new_method(
+        {"name": "fd", "mean": "all"}, data=type(data)("many", data.images, data.labels, 100, (0.5,), (0.25,))
+    )
     sizes = [44] * 10 + [45] * 10
     held = [sorted((5 * client + i) % 100 for i in range(size)) for client, size in enumerate(sizes)]
     replies = [support.reply(i, {"logits": torch.ones(len(c), 100)}, labels=c) for i, c in enumerate(held)]

@@ -130,12 +130,13 @@ def test_participations_are_counted_by_the_client() -> None:
 def test_parts_are_disjoint_and_together_all_samples(share: float) -> None:
     """Of up to 10 samples 5 % round to none, and the mixing weight stays; training always has some."""
     clients = support.population({"name": "fedapen", "mixing_samples": share})
-    mixing, training = clients.method.phases()
+    mixing, training, adapted = clients.method.phases()
     none = torch.zeros(0, dtype=torch.int64)
     for samples in range(1, 120):
         one = replace(clients, data=[ClientData(torch.arange(samples), none, none)])
         apart, rest = phase_samples(one, 0, mixing).tolist(), phase_samples(one, 0, training).tolist()
         assert sorted(apart + rest) == list(range(samples))
+        assert phase_samples(one, 0, adapted).tolist() == apart
         assert len(rest) > 0
         if share == 0.05:
             assert (len(apart) > 0) == (samples > 10)
@@ -152,9 +153,44 @@ def test_a_client_with_few_samples_keeps_its_mixing_weight() -> None:
 
 
 def test_mixing_samples_are_not_augmented() -> None:
-    mixing, training = support.new_method("fedapen").phases()
-    assert (mixing.augment, training.augment) == (False, True)
+    mixing, training, adapted = support.new_method("fedapen").phases()
+    assert (mixing.augment, training.augment, adapted.augment) == (False, True, False)
     assert (mixing.epochs, mixing.lr) == (10, 1e-3)
+
+
+@pytest.mark.parametrize("first", [3.0, -3.0])
+def test_second_share_is_learned_after_training_and_changes_nothing_else(first: float) -> None:
+    """It moves towards the network that is right on the samples set aside, already in a client's first round."""
+    clients = support.population({"name": "fedapen", "mixing_lr": 0.1, "adapted_epochs": 3})
+    net = fixed_client(clients, participations=1)
+    _, _, adapted = clients.method.phases()
+    labels = clients.dataset.labels[phase_samples(clients, 0, adapted)]
+    with torch.no_grad():
+        net.model.head.bias.zero_()
+        net.shared.head.bias.zero_()[labels[0]] = first
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    train_phase(clients, 0, net, adapted, round=1)
+    changed = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"adapted.lean"}
+    assert (float(net.adapted.private_share) < 0.5) == (first > 0)
+
+
+def test_second_share_leaves_the_first_rules_numbers(tmp_path) -> None:
+    """With and without it, all other rules have the same accuracies and all weights the same bits."""
+    runs = []
+    for epochs in (0, 5):
+        method = {"name": "fedapen", "mixing_lr": 0.1, "adapted_epochs": epochs}
+        run = support.federation(tmp_path / str(epochs), method, rounds=3, participation=0.75)
+        run.run()
+        runs.append(run)
+    without, beside = (run.folder.evaluations() for run in runs)
+    assert set(beside.rule) - set(without.rule) == {"adapted"}
+    kept = beside[beside.rule != "adapted"].reset_index(drop=True)
+    assert kept.equals(without)
+    for client in range(4):
+        one, other = (run.engine.get_state(client) for run in runs)
+        assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+        assert other.keys() - one.keys() == {"adapted.lean"}
 
 
 def test_prediction_is_the_ensemble() -> None:
@@ -162,7 +198,8 @@ def test_prediction_is_the_ensemble() -> None:
     clients = support.population("fedapen")
     x, _ = clients.dataset.batch(torch.tensor([0]))
     scores = clients.method.predict(fixed_client(clients, lean=0.25), x)
-    assert list(scores) == ["ensemble", "classifier", "shared"]
+    assert list(scores) == ["ensemble", "classifier", "shared", "adapted"]
+    assert scores["adapted"][0, :2].tolist() == pytest.approx([0.549306, 0.0], abs=1e-6)  # equal shares: ½·ln 3
     assert scores["ensemble"][0, :2].tolist() == pytest.approx([0.274653, 0.0], abs=1e-6)
     assert scores["classifier"][0, :2].tolist() == [0.0, 0.0]
     assert scores["shared"][0, :2].tolist() == pytest.approx([1.098612, 0.0], abs=1e-6)
@@ -190,7 +227,7 @@ class Experienced(fedapen.Mixing):
 
 def test_stacked_clients_agree_with_a_loop(monkeypatch) -> None:
     monkeypatch.setattr(fedapen, "Mixing", Experienced)
-    for phase in (0, 1):
+    for phase in (0, 1, 2):
         parity.assert_vmap_agrees(support.population("fedapen"), phase)
 
 

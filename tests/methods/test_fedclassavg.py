@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from polyfed.data import Dataset
+from polyfed.engines.client.batches import batches
 from polyfed.engines.client.round import set_modes
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
@@ -22,7 +23,7 @@ CROSSED = torch.eye(2)
 
 def example_batch(clients, indices: list[int]) -> Batch:
     x, y = clients.dataset.batch(torch.tensor(indices))
-    return Batch(x, y, view=parity.random_view(x, torch.Generator().manual_seed(5)))
+    return Batch(x, y, views=parity.random_views(x, torch.Generator().manual_seed(5)))
 
 
 @pytest.mark.parametrize(("temperature", "own"), [(1.0, math.e), (0.5, math.e**2)])
@@ -86,17 +87,32 @@ def test_proximal_term_is_half_the_squared_distance() -> None:
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_loss_is_contrast_plus_cross_entropy_of_the_first_view(normalise: bool) -> None:
+def test_loss_is_contrast_of_the_views_plus_cross_entropy_of_the_image(normalise: bool) -> None:
     """The head is the received one here, so the proximal term is zero."""
     clients = support.population({"name": "fedclassavg", "normalise": normalise, "temperature": 2.0})
     net = clients.new_network(0)
     batch = example_batch(clients, [0, 1, 40, 100])
-    views = [net.features(batch.x), net.features(batch.view)]
+    views = [net.features(view) for view in batch.views.unbind(1)]
     if normalise:
         views = [nn.functional.normalize(view) for view in views]
     contrast = contrastive_loss(views[0], views[1], batch.y, None, 2.0)
     classified = nn.functional.cross_entropy(net(batch.x), batch.y, reduction="none")
     torch.testing.assert_close(clients.method.loss(net, batch), contrast + classified)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_the_image_is_augmented_only_if_training_says_so(augment: bool) -> None:
+    """The views are augmented in any case, each in its own way; the image is what every other method gets."""
+    both = {}
+    for name in ("fedclassavg", "lg-fedavg"):
+        clients = support.population(name, training={"augment": augment})
+        both[name] = next(batches(clients, 0, clients.method.phases()[0], round=1))
+    batch = both["fedclassavg"]
+    assert torch.equal(batch.x, both["lg-fedavg"].x)
+    first, second = batch.views.unbind(1)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, batch.x) and not torch.equal(second, batch.x)
+    assert both["lg-fedavg"].views is None
 
 
 def test_received_head_is_kept_apart_from_the_trained_one() -> None:

@@ -151,7 +151,7 @@ def test_generator_comes_after_the_first_round_with_the_names_of_known_classes_o
 
 def test_weights_fade_and_have_a_floor() -> None:
     """10 · 0.98 in round 2, 10 · 0.98² in round 3, at least 0.0001; a weight of zero stays zero; nothing in round 1."""
-    clients = support.population({"name": "fedgen", "guidance_weight": 0}, lr=0.01)
+    clients = support.population({"name": "fedgen", "label_weight": 10, "guidance_weight": 0})
     method, state = clients.method, dict(clients.new_network(0).state_dict())
     before = method.download(support.new_server(method), 0, None)
     assert "generator.weights" not in method.receive(state, before, Knowledge(torch.ones(CLASSES).long(), 1))
@@ -164,11 +164,11 @@ def test_weights_fade_and_have_a_floor() -> None:
     assert set(changed) <= set(state)
 
 
-@pytest.mark.parametrize(("lr", "expected"), [(0.001, 10.0), (0.01, 10.0), (0.05, 2.0)])
-def test_usual_weights_go_with_the_learning_rate(lr: float, expected: float) -> None:
+@pytest.mark.parametrize("lr", [0.001, 0.05])
+def test_usual_weights_are_one_at_any_learning_rate(lr: float) -> None:
     method = support.new_method("fedgen", lr=lr)
     assert isinstance(method, FedGen)
-    assert method.weights(1).tolist() == pytest.approx([expected, expected])
+    assert method.weights(1).tolist() == [1.0, 1.0]
 
 
 def test_generator_learns_what_the_heads_recognise() -> None:
@@ -272,5 +272,5 @@ def test_clients_share_no_storage(tmp_path: Path) -> None:
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    run = support.federation(tmp_path, "fedgen", rounds=15, lr=0.02, eval_every=15)
+    run = support.federation(tmp_path, "fedgen", rounds=15, lr=0.05, eval_every=15)
     assert run.run()["accuracy_final"] > 0.9

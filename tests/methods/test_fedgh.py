@@ -46,7 +46,7 @@ def test_one_step_on_one_mean() -> None:
 
 def test_means_of_several_clients_share_a_mini_batch() -> None:
     """Classes 0 and 1 in one batch: gradients are averaged, so W[0, 0] = 0.01 · ¾ / 2 and b = (¼, ¼, −¼, −¼) / 100."""
-    method = support.new_method("fedgh")
+    method = support.new_method({"name": "fedgh", "server_batch_size": 10})
     server, head = zero_head(method)
     method.aggregate(server, [means(0, [0]), means(1, [1])])
     assert head.weight[0, 0].item() == pytest.approx(0.00375)
@@ -82,9 +82,23 @@ def test_round_without_any_class_leaves_the_head() -> None:
     assert torch.equal(before, server.modules["head"].weight)
 
 
+def test_every_mean_is_a_step_of_its_own() -> None:
+    """Twice the same mean of class 0, with one feature of 1; head all zero, learning rate 1: the bias of class 0.
+
+    First step: p = ¼, so it moves by 1 − ¼ = ¾ and the others by −¼; the feature's weights move likewise. In the second
+    step the logits are 2 · ¾ and 2 · −¼, which differ by 2: it moves by 1 − 1 / (1 + 3 e⁻²) more. One step on both
+    means would have moved it by ¾ only.
+    """
+    method = support.new_method({"name": "fedgh", "server_lr": 1.0})
+    server, head = zero_head(method)
+    method.aggregate(server, [means(0, [0]), means(1, [0])])
+    expected = 0.75 + 1 - 1 / (1 + 3 * math.exp(-2))
+    assert head.bias[0].item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_same_round_gives_the_same_head() -> None:
-    """Batches of one mean, so that the order counts: it follows from seed and round alone."""
-    method = support.new_method({"name": "fedgh", "server_batch_size": 1, "server_lr": 1.0, "server_epochs": 2})
+    """A step for every mean, so that the order counts: it follows from seed and round alone."""
+    method = support.new_method({"name": "fedgh", "server_lr": 1.0, "server_epochs": 2})
     heads = []
     for round in (1, 1, 2):
         server = support.new_server(method, round)

@@ -1,6 +1,8 @@
 """FedKD, with numbers worked out by hand."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyfed.errors import BadMessage, DivergedError
+from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines.base import LocalEngine
+from polyfed.errors import BadMessage, DivergedError, InputError
 from polyfed.message import Message
-from polyfed.methods.base import Batch, Knowledge
-from polyfed.methods.fedkd import SMALLEST_LOSS, FedKD
+from polyfed.methods.base import Batch, Knowledge, Server
+from polyfed.methods.fedkd import SMALLEST_LOSS, FedKD, as_received, version_of
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.tools import part_of
 from tests import support
 from tests.methods import parity
 
 LN2, LN3 = math.log(2), math.log(3)
+KNOWLEDGE = Knowledge(torch.tensor([1, 1, 0, 0]), 2)
 
 
 class ThreeFeatures(nn.Module):
@@ -142,23 +147,117 @@ def test_features_of_another_size_are_projected(tmp_path: Path) -> None:
     assert not any("projection" in name for name in run.server.state)
 
 
-def test_server_averages_raw_and_factored_networks_alike() -> None:
-    """One client sends ones in every matrix as factors, the other threes as they are: the mean is 2, of rank one."""
-    fedkd = method()
+def held_by(fedkd: FedKD, value: float, version: int = 0) -> dict[str, Tensor]:
+    """The shared network of a client, trained and as received: the same value everywhere."""
+    state = {name: torch.full_like(tensor, value) for name, tensor in fedkd._like.items()}
+    received = {as_received(name): tensor.clone() for name, tensor in state.items()}
+    return {**state, **received, "received.version": torch.tensor([version])}
+
+
+def by_client(fedkd: FedKD, trained_to: float, received: float = 0.0) -> Message:
+    """The upload of a client that changed every weight of the shared network from one value to another."""
+    state = held_by(fedkd, received)
+    state |= {name: torch.full_like(tensor, trained_to) for name, tensor in fedkd._like.items()}
+    return fedkd.upload(support.trained([1, 1, 0, 0], state))
+
+
+def started(fedkd: FedKD, value: float = 10.0) -> Server:
+    """A server whose first version has the same value everywhere."""
     server = support.new_server(fedkd)
-    like = {name: torch.ones_like(tensor) for name, tensor in fedkd._like.items()}
-    ones = fedkd.upload(support.trained([1, 1, 0, 0], like))
-    threes = Message({name: 3 * tensor for name, tensor in like.items()})
+    first = {name: torch.full_like(tensor, value) for name, tensor in fedkd._like.items()}
+    server.state |= {**first, "version": version_of(first)}
+    return server
+
+
+def everywhere(state: Mapping[str, Tensor], fedkd: FedKD) -> set[float]:
+    return {value for name in fedkd._like for value in state[name].flatten().tolist()}
+
+
+def test_server_adds_the_mean_change() -> None:
+    """The version is 10. One client goes to 11 and sends ones of rank one, another to 13 and sends threes as they are.
+
+    Matrices: 10 + (1 + 3) / 2 = 12; vectors travel as values: (11 + 13) / 2 = 12.
+    """
+    fedkd = method()
+    server = started(fedkd)
+    ones = by_client(fedkd, 11.0, received=10.0)
+    threes = Message({n: torch.full_like(t, 3.0 if t.dim() > 1 else 13.0) for n, t in fedkd._like.items()})
     assert any(name.endswith(".left") for name in ones.tensors)
     for message in (ones, threes):
         fedkd.check(message)
     fedkd.aggregate(server, [support.reply(0, dict(ones.tensors)), support.reply(1, dict(threes.tensors))])
-    download = fedkd.download(server, 0, None)
-    assert download.floats == ones.floats
-    received = fedkd.receive(like, download, Knowledge(torch.tensor([1, 1, 0, 0]), 2))
-    assert received.keys() == like.keys()
-    for tensor in received.values():
-        torch.testing.assert_close(tensor, torch.full_like(tensor, 2.0))
+    assert everywhere(server.state, fedkd) == {12.0}
+
+
+def test_changes_are_downloaded_by_those_who_hold_the_version_before() -> None:
+    """Clients 0 and 1 got version 10; only the reply of 0 was fused. It gets the change 1 to 11; others get 11."""
+    fedkd = method()
+    server = started(fedkd)
+    first = fedkd.download(server, 0, None)
+    assert first.floats == sum(tensor.numel() for tensor in fedkd._like.values())
+    state = held_by(fedkd, 0.0)
+    state |= fedkd.receive(state, first, KNOWLEDGE)
+    fedkd.aggregate(server, [support.reply(0, dict(by_client(fedkd, 11.0, received=10.0).tensors))])
+    to_holder, to_refused = fedkd.download(server, 0, None), fedkd.download(server, 1, None)
+    assert to_holder.floats < first.floats == to_refused.floats
+    newer = fedkd.receive(state, to_holder, KNOWLEDGE)
+    assert newer.keys() == state.keys()
+    for received in (newer, fedkd.receive(state, to_refused, KNOWLEDGE)):
+        assert everywhere(received, fedkd) == {11.0}
+        assert torch.equal(received["received.version"], server.state["version"])
+    assert everywhere(state | newer, fedkd) == {float(newer[as_received(name)].mean()) for name in fedkd._like}
+
+
+def test_who_missed_a_version_gets_the_network() -> None:
+    """Client 0 takes part in rounds 1 and 3, client 1 in all: client 0 holds version 1, and version 2 is before 3."""
+    fedkd = method()
+    server = started(fedkd)
+    fedkd.aggregate(server, [support.reply(c, dict(by_client(fedkd, 11.0, 10.0).tensors)) for c in (0, 1)])
+    fedkd.aggregate(server, [support.reply(1, dict(by_client(fedkd, 12.0, 11.0).tensors))])
+    assert ["base" in fedkd.download(server, client, None).metadata for client in (0, 1)] == [False, True]
+
+
+def test_changes_that_arrive_twice_are_applied_once() -> None:
+    """A round without enough replies leaves the server where it was, and the next one sends the same changes."""
+    fedkd = method()
+    server = started(fedkd)
+    state = held_by(fedkd, 0.0)
+    state |= fedkd.receive(state, fedkd.download(server, 0, None), KNOWLEDGE)
+    fedkd.aggregate(server, [support.reply(0, dict(by_client(fedkd, 11.0, received=10.0).tensors))])
+    for _ in range(2):
+        state |= fedkd.receive(state, fedkd.download(server, 0, None), KNOWLEDGE)
+        assert everywhere(state, fedkd) == {11.0}
+        state |= {name: torch.full_like(tensor, 99.0) for name, tensor in fedkd._like.items()}  # it trains on
+
+
+def test_a_client_with_a_lost_state_refuses_changes_and_recovers() -> None:
+    fedkd = method()
+    server = started(fedkd)
+    reply = support.reply(0, dict(by_client(fedkd, 11.0, received=10.0).tensors))
+    fedkd.aggregate(server, [reply])
+    lost = held_by(fedkd, 0.0)
+    with pytest.raises(InputError, match="does not hold.*next download brings the network itself"):
+        fedkd.receive(lost, fedkd.download(server, 0, None), KNOWLEDGE)
+    fedkd.aggregate(server, [replace(reply, client=1)])  # the round goes on without it
+    recovered = fedkd.receive(lost, fedkd.download(server, 0, None), KNOWLEDGE)
+    assert torch.equal(recovered["received.version"], server.state["version"])
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_what_clients_hold_is_what_the_server_sent(tmp_path: Path, engine: type[LocalEngine]) -> None:
+    """Half of the clients take part in each of six rounds, so both kinds of download occur, and both are exact."""
+    run = support.federation(tmp_path, "fedkd", engine, rounds=6, participation=0.5)
+    kinds = set()
+    asked = run.download
+    run.download = lambda client: kinds.add("base" in (m := asked(client)).metadata) or m  # type: ignore[method-assign]
+    run.run()
+    assert kinds == {True, False}
+    fedkd = run.method
+    assert isinstance(fedkd, FedKD)
+    for client in range(4):
+        state = run.engine.get_state(client)
+        held = version_of({name: state[as_received(name)] for name in fedkd._like})
+        assert torch.equal(held, state["received.version"])
 
 
 def test_first_download_is_the_clients_own_start() -> None:
@@ -172,9 +271,8 @@ def test_first_download_is_the_clients_own_start() -> None:
 
 def test_diverged_network_is_sent_and_refused() -> None:
     fedkd = method()
-    state = {name: torch.full_like(tensor, math.nan) for name, tensor in fedkd._like.items()}
     with pytest.raises(BadMessage, match="finite"):
-        fedkd.check(fedkd.upload(support.trained([1, 1, 0, 0], state)))
+        fedkd.check(by_client(fedkd, math.nan))
 
 
 def test_mean_is_of_all_clients(tmp_path: Path) -> None:
@@ -198,16 +296,20 @@ def test_batch_norm_and_partial_participation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("classes", "raw"), [(10, 670_058), (100, 715_148)])
-def test_traffic_is_at_most_the_raw_network(tmp_path: Path, classes: int, raw: int) -> None:
-    """New weights have a flat spectrum: at the usual energies nothing is worth factoring, and nothing costs more."""
-    assert support.traffic(tmp_path, "fedkd", classes) == (raw, raw)
+def test_changes_cost_a_small_part_of_the_network(tmp_path: Path, classes: int, raw: int) -> None:
+    """What one epoch changed is of low rank; all weights, whose spectrum is flat, would travel as they are."""
+    up, down = support.traffic(tmp_path, "fedkd", classes)
+    assert 0 < up < 0.03 * raw
+    assert 0 < down < 0.04 * raw
 
 
 def test_less_energy_means_less_traffic(tmp_path: Path) -> None:
-    """Round 1 keeps the share 0.45 of new weights; what is left of them is of low rank and is factored again."""
-    up, down = support.traffic(tmp_path, {"name": "fedkd", "energy_start": 0.4, "energy_end": 0.5}, 10)
-    assert 0 < up < 670_058 / 4
-    assert 0 < down < 670_058 / 4
+    costs = []
+    for energy in (0.4, 0.95):
+        options = {"name": "fedkd", "energy_start": energy, "energy_end": energy}
+        costs.append(support.traffic(tmp_path / str(energy), options, 10))
+    assert costs[0][0] < costs[1][0]
+    assert costs[0][1] < costs[1][1]
 
 
 def test_losses_agree_under_vmap() -> None:

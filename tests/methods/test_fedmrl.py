@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polyfed.assemble import assemble
+from polyfed.config import experiment
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge
@@ -119,13 +121,32 @@ def test_projector_is_personal_and_lasts(tmp_path) -> None:
 
 
 def test_number_of_shared_features() -> None:
-    """None: the auxiliary's own 6. A projector from 2 + 6 to 6 features otherwise; more than 6 can't be nested."""
+    """None: 6 // 4 = 1. A projector from 2 + 6 to 6 features otherwise; 6 only on request, and more can't be nested."""
     own = support.population("fedmrl").new_network(0)
-    assert (own.shared.feature_size, own.projector.in_features, own.projector.out_features) == (6, 12, 6)
+    assert (own.shared.feature_size, own.projector.in_features, own.projector.out_features) == (1, 7, 6)
     small = support.population(SMALL).new_network(0)
     assert (small.shared.feature_size, small.projector.in_features, small.projector.out_features) == (2, 8, 6)
-    with pytest.raises(InputError, match=r"7 features.*only 6.*at most 6"):
+    assert support.population({"name": "fedmrl", "shared_features": 6}).new_network(0).shared.feature_size == 6
+    with pytest.raises(InputError, match=r"7 features.*only 6.*less than 6, or to 6"):
         support.population({"name": "fedmrl", "shared_features": 7}).new_network(0)
+
+
+@pytest.mark.parametrize(("models", "features"), [("cnn1", 125), ("cnn", 128), ("resnet4", 16)])
+def test_default_number_of_shared_features(models: str, features: int) -> None:
+    """A quarter of 500, 512 and 64 features, but at most 128."""
+    config = experiment(method="fedmrl", models=models, data="python:tiny", device="cpu", clients=2, partition="iid")
+    assert assemble(config, support.tiny_dataset(side=32)).method.shared_network().feature_size == features
+
+
+def test_a_client_in_which_nothing_would_nest_is_refused() -> None:
+    """A quarter of the first client's 6 features is 1, and a client with one feature has no room for more."""
+
+    def single(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 1), nn.ReLU(), nn.Linear(1, classes))
+
+    with pytest.raises(InputError, match="only 1: set method.shared_features to less than 1, or to 1"):
+        support.population("fedmrl", models=(support.Wide, single))
+    support.population({"name": "fedmrl", "shared_features": 1}, models=(support.Wide, single))
 
 
 def test_private_networks_may_differ_in_features(tmp_path) -> None:
@@ -167,6 +188,7 @@ def test_learns(tmp_path) -> None:
     assert run.run()["accuracy_final"] > 0.9
 
 
-@pytest.mark.parametrize(("classes", "expected"), [(10, 670_058), (100, 715_148)])
+@pytest.mark.parametrize(("classes", "expected"), [(10, 666_308), (100, 677_648)])
 def test_traffic_is_the_closed_form(tmp_path, classes: int, expected: int) -> None:
+    """CNN-5 with 125 features instead of 500, so its head has 375 · C weights less than 670 058 and 715 148."""
     assert support.traffic(tmp_path, "fedmrl", classes) == (expected, expected)

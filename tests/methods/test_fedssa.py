@@ -85,6 +85,60 @@ def test_own_share_follows_a_cosine_to_zero() -> None:
 
 
 @pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("linear", [0.375, 0.25, 0.125, 0, 0]),
+        ("exponential", [0.158114, 0.05, 0.015811, 0, 0]),
+        ("constant", [0.5, 0.5, 0.5, 0, 0]),
+    ],
+)
+def test_other_decays(decay: str, expected: list[float]) -> None:
+    """mu_0 = 0.5, T_stable = 4. Linear: 0.5 (1 − t/4); exponential: 0.5 · 0.01^(t/4), in round 2 a tenth of 0.5."""
+    method = support.new_method({"name": "fedssa", "history": 0.5, "stable_round": 4, "decay": decay})
+    assert [method.own_share(round) for round in range(1, 6)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_whole_heads_are_averaged_over_all_clients() -> None:
+    """Rows (1, 2, 3, 4) and (5, 2, 7, 0.5): the means (3, 2, 5, 2.25), whoever has the classes, and all are received.
+
+    Round 2 with share 0.25: mean + 0.25 · own.
+    """
+    method = support.new_method({"name": "fedssa", "average": "head", "history": 0.5, "stable_round": 3})
+    server = support.new_server(method)
+    assert not method.announces_classes
+    uploads = [
+        method.upload(support.trained(counts, head(*values)))
+        for counts, values in (([0, 3, 0, 1], (1, 2, 3, 4)), ([0, 1, 0, 0], (5, 2, 7, 0.5)))
+    ]
+    for upload in uploads:
+        method.check(upload)
+    method.aggregate(server, [support.reply(number, upload.tensors) for number, upload in enumerate(uploads)])
+    message = method.download(server, 0, None)
+    assert message.tensors["head"].tolist() == rows(3, 2, 5, 2.25).tolist()
+    assert fused(method, 2, head(1, 2, 3, 4), message, [0, 3, 0, 1]) == pytest.approx([3.25, 2.5, 5.75, 3.25])
+    with pytest.raises(InputError, match="full_header.*average=head.*leave out one"):
+        support.new_method({"name": "fedssa", "average": "head", "full_header": True})
+
+
+@pytest.mark.parametrize(("history", "equal"), [(0.0, True), (0.5, False)])
+def test_single_owners_without_history_train_as_if_alone(tmp_path, history: float, equal: bool) -> None:
+    """One owner per class: the global row is the owner's own, bit by bit, so nothing differs from Standalone.
+
+    With a history rows grow, and that is all that differs.
+    """
+    ssa = {"name": "fedssa", "history": history}
+    settings = {"classes_per_client": 1, "participation": 0.75, "rounds": 5}
+    runs = [
+        support.federation(tmp_path / name, method, **settings) for name, method in (("a", ssa), ("b", "standalone"))
+    ]
+    for run in runs:
+        run.run()
+    pairs = [[run.engine.get_state(client) for run in runs] for client in range(4)]
+    same = all(torch.equal(one[name], tensor) for one, other in pairs for name, tensor in other.items())
+    assert same == equal
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"history": 0.0}, 10.0),
@@ -169,7 +223,7 @@ def test_replies_with_unsound_rows_are_refused() -> None:
         (rows(1), [4], "outside"),
         (rows(1, width=WIDTH - 1), [0], "shape"),
         (rows(1, 2), [1], "shape"),
-        (rows(1, 2), [1, 1], "rising"),
+        (rows(1, 2), [1, 1], "ascending"),
     ):
         with pytest.raises(BadMessage, match=reason):
             method.check(Message({"rows": tensors}, {"labels": torch.tensor(labels)}))
@@ -189,6 +243,8 @@ def test_rows_that_may_grow_far_are_noted_once(tmp_path) -> None:
         assert len(notes) == expected
         assert all("2.17-fold" in note for note in notes)
     assert not support.new_method({"name": "fedssa", "stable_round": 10}, rounds=20).growth_note()
+    (note,) = support.new_method({"name": "fedssa", "stable_round": 10, "decay": "constant"}, rounds=20).growth_note()
+    assert "25.6-fold" in note  # 1.5 to the power of 8, for rounds 2 to 9
 
 
 def test_global_rows_are_no_clients_own(tmp_path) -> None:
@@ -232,7 +288,9 @@ def test_stable_client_takes_global_rows_bit_by_bit(tmp_path) -> None:
         assert torch.equal(changed[name][~seen], own[name][~seen])
 
 
-@pytest.mark.parametrize("options", [{}, {"full_header": True}, {"holders": "participants", "convex": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"full_header": True}, {"holders": "participants", "convex": True}, {"average": "head"}]
+)
 def test_engines_agree(tmp_path, options: dict) -> None:
     parity.assert_engines_agree(tmp_path, {"name": "fedssa", **options}, participation=0.75)
 

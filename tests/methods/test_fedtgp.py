@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from polyfed.errors import BadMessage, DivergedError
+from polyfed.errors import BadMessage, DivergedError, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge, Reply
 from polyfed.methods.fedtgp import contrastive_loss
@@ -184,6 +184,30 @@ def test_nothing_is_sent_before_the_first_prototypes() -> None:
     assert method.download(server, 0, None).nbytes == 0
 
 
+def test_untrained_prototypes_are_sent_in_round_1_if_asked() -> None:
+    method = support.new_method({**QUICK, "send_untrained": True})
+    server = support.new_server(method)
+    sent = method.download(server, 0, None)
+    assert sent.metadata["labels"].tolist() == [0, 1, 2, 3]
+    assert torch.equal(sent.tensors["prototypes"], server.modules["prototypes"]())
+    assert not sent.tensors["prototypes"].requires_grad
+    method.aggregate(server, [on_axes(0, [0])])
+    assert not torch.equal(method.download(server, 0, None).tensors["prototypes"], sent.tensors["prototypes"])
+    with pytest.raises(InputError, match="send_untrained.*'uploaded': leave out one"):
+        support.new_method({**QUICK, "send_untrained": True, "broadcast": "uploaded"})
+
+
+def test_untrained_prototypes_have_a_term_in_the_first_loss(tmp_path) -> None:
+    """Clients are pulled towards them from round 1 on; the classifier's loss then has a second term."""
+    losses = []
+    for sent in (False, True):
+        run = support.federation(tmp_path / str(sent), {**QUICK, "send_untrained": sent}, rounds=1)
+        run.run()
+        losses.append(float(run.folder.rounds().loss_mean[0]))
+        assert int(run.folder.rounds().download_floats[0]) == (4 * 4 * support.FEATURES if sent else 0)
+    assert losses[1] > losses[0]
+
+
 def test_upload_tells_no_class_counts() -> None:
     method = support.new_method("fedtgp")
     features = torch.tensor([[1.0], [3.0], [10.0]]).expand(3, support.FEATURES)
@@ -198,7 +222,7 @@ def test_upload_tells_no_class_counts() -> None:
 
 @pytest.mark.parametrize(("distance", "expected"), [("euclidean", 0.1 * 5.0), ("mse", 10.0 * 25 / support.FEATURES)])
 def test_client_loss_adds_the_distance_to_the_prototype(distance: str, expected: float) -> None:
-    """Eq. 11, with a prototype that differs from the features by (3, 4, 0, …)."""
+    """With a prototype that differs from the features by (3, 4, 0, …)."""
     clients = support.population({"name": "fedtgp", "distance": distance})
     net = clients.new_network(0)
     x, y = clients.dataset.batch(torch.tensor([0]))
@@ -216,7 +240,7 @@ def test_prediction_is_by_the_nearest_prototype_and_by_the_classifier() -> None:
     net = clients.new_network(0)
     x, _ = clients.dataset.batch(torch.tensor([0, 1]))
     before = clients.method.predict(net, x)
-    assert list(before) == ["prototypes", "classifier"]
+    assert list(before) == ["prototypes", "classifier", "own-prototypes"]
     assert torch.equal(before["prototypes"], before["classifier"])  # nothing received yet
     net.prototypes.vectors += 9.0
     net.prototypes.vectors[2] = net.features(x)[0].detach()
@@ -241,8 +265,9 @@ def test_stacked_clients_get_their_own_values() -> None:
     parity.assert_vmap_agrees(support.population(QUICK))
 
 
-def test_engines_agree(tmp_path) -> None:
-    parity.assert_engines_agree(tmp_path, QUICK)
+@pytest.mark.parametrize("options", [{}, {"send_untrained": True, "penalty": "classes"}])
+def test_engines_agree(tmp_path, options: dict) -> None:
+    parity.assert_engines_agree(tmp_path, {**QUICK, **options}, participation=0.75)
 
 
 def test_clients_share_no_storage(tmp_path) -> None:
@@ -254,9 +279,10 @@ def test_it_learns(tmp_path) -> None:
     run.run()
     table = run.folder.evaluations()
     last = table[(table["round"] == 6) & (table["part"] == "test")].set_index("rule")["accuracy_mean"]
-    assert list(last.index) == ["prototypes", "classifier"]
+    assert list(last.index) == ["prototypes", "classifier", "own-prototypes"]
     assert last["prototypes"] > 0.8  # of four classes, of which each client knows two
     assert last["classifier"] > 0.9
+    assert last["own-prototypes"] >= last["prototypes"]  # among fewer classes, and the right one is always there
 
 
 @pytest.mark.parametrize(("classes", "expected"), [(10, (1_000, 5_000)), (100, (5_000, 50_000))])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.client.round import train_phase
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import BadMessage, InputError
@@ -105,10 +106,41 @@ def test_proxy_is_averaged_by_samples_of_the_participants() -> None:
     assert ones["proxy.conv1.bias"].tolist() == [1.0] * 8  # the replies are left alone
 
 
-@pytest.mark.parametrize(("epochs", "option", "expected"), [(10, None, 5), (1, None, 1), (7, None, 7), (10, 20, 20)])
+@pytest.mark.parametrize(("epochs", "option", "expected"), [(10, None, 10), (1, None, 1), (10, 20, 20)])
 def test_epochs_of_the_proxy(epochs: int, option: int | None, expected: int) -> None:
     method = support.new_method({"name": "pfedes", "proxy_epochs": option}, epochs=epochs)
     assert [phase.epochs for phase in method.phases()] == [epochs, expected]
+
+
+def test_learning_rate_of_the_proxy() -> None:
+    """Step 2 with ten times the rate changes the proxy ten times as much, and step 1 not at all."""
+    changes = []
+    for rate in (None, 0.01):
+        clients = support.population({"name": "pfedes", "proxy_lr": rate}, lr=0.001, batch_size=1000)
+        net = clients.new_network(0)
+        model, proxy = clients.method.phases()
+        assert model.lr is None
+        before = net.proxy.conv2.weight.detach().clone()
+        train_phase(clients, 0, net, proxy, 1)
+        changes.append(net.proxy.conv2.weight.detach() - before)
+    torch.testing.assert_close(changes[1], 10 * changes[0], rtol=1e-3, atol=1e-6)
+
+
+def test_joint_training_is_one_step_of_both_on_the_models_loss() -> None:
+    """One full batch: the model and the proxy move by minus the rate times their gradients of Eq. 6."""
+    clients = support.population({"name": "pfedes", "joint": True}, lr=0.1, batch_size=1000)
+    (phase,) = clients.method.phases()
+    net, other = clients.new_network(0), clients.new_network(0)
+    clients.method.model_loss(other, Batch(*clients.dataset.batch(clients.data[0].train))).mean().backward()
+    train_phase(clients, 0, net, phase, 1)
+    for name in ("model.head.weight", "proxy.conv1.weight"):
+        gradient = other.get_parameter(name).grad
+        assert gradient is not None and gradient.any()
+        expected = other.get_parameter(name).detach() - 0.1 * gradient
+        torch.testing.assert_close(net.get_parameter(name).detach(), expected)
+    for option in ({"proxy_lr": 0.1}, {"proxy_epochs": 2}):
+        with pytest.raises(InputError, match="joint is true: leave out proxy_lr and proxy_epochs"):
+            support.new_method({"name": "pfedes", "joint": True, **option})
 
 
 @pytest.mark.parametrize("weight", [0, 0.51])
@@ -157,6 +189,18 @@ def test_dead_proxy_is_an_event_of_the_run(tmp_path) -> None:
     (note,) = (event for event in events if event["event"] == "note")
     assert "clients 0, 1, 2 and 3: the proxy extractor gives only zeros" in note["note"]
     assert note["clients"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_dead_channel_is_an_event_of_the_run(tmp_path, engine) -> None:
+    """Of three channels the second gives only zeros: it is named, and nobody says that the whole proxy is dead."""
+    run = support.federation(tmp_path, "pfedes", engine, rounds=1, dataset=support.tiny_dataset(channels=3))
+    run.server.state["proxy.conv2.bias"].copy_(torch.tensor([1.0, -100.0, 1.0]))
+    run.run()
+    notes = [event["note"] for event in run.folder.events() if event["event"] == "note"]
+    assert [note for note in notes if "zeros" in note] == [
+        "clients 0, 1, 2 and 3: channel 1 of the proxy extractor's images is only zeros; activation=none avoids that"
+    ]
 
 
 @pytest.mark.parametrize(("activation", "expected"), [("none", -1), (None, -1), ("tanh", math.tanh(-1)), ("relu", 0)])
@@ -208,14 +252,16 @@ def test_replies_with_unsound_proxies_are_refused() -> None:
             method.check(Message({**good, **changes}, metadata))
 
 
-@pytest.mark.parametrize("proxy", ["convolutions", f"{HERE}:NormedProxy"])
-def test_engines_agree(tmp_path, proxy: str) -> None:
-    parity.assert_engines_agree(tmp_path, {"name": "pfedes", "proxy": proxy}, participation=0.75)
+@pytest.mark.parametrize("options", [{"proxy_lr": 0.01}, {"proxy": f"{HERE}:NormedProxy"}, {"joint": True}])
+def test_engines_agree(tmp_path, options: dict) -> None:
+    parity.assert_engines_agree(tmp_path, {"name": "pfedes", **options}, participation=0.75)
 
 
 @pytest.mark.parametrize("phase", [0, 1])
 def test_losses_agree_under_vmap(phase: int) -> None:
     parity.assert_vmap_agrees(support.population("pfedes"), phase)
+    if phase == 0:
+        parity.assert_vmap_agrees(support.population({"name": "pfedes", "joint": True}))
 
 
 def test_clients_share_no_storage(tmp_path) -> None:

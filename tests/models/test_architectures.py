@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
+from polyfed.assemble import assemble
+from polyfed.config import experiment
 from polyfed.errors import InputError
-from polyfed.models import Architecture, SplitNetwork, assign, resolve, smallest
+from polyfed.models import GROUPS, Architecture, SplitNetwork, assign, default_auxiliary, resolve, smallest
+from tests import support
 
 SHAPE, CLASSES = (1, 16, 16), 4
 
@@ -208,6 +212,31 @@ class NeedsValues(Mine):
     def __init__(self, in_channels: int, num_classes: int) -> None:
         super().__init__(in_channels, num_classes)
         self.scale = self.fc.weight.abs().max().item()
+
+
+def test_every_group_has_an_auxiliary_network() -> None:
+    """The first of the group as in FedTGP's code, and the CNN where heads differ; cnn5 of the papers' five."""
+    assert {group: default_auxiliary(group) for group in GROUPS} == {
+        "papers": "cnn5", "htfe2": "cnn", "htfe3": "resnet10", "htfe4": "cnn", "htfe5": "googlenet", "htfe8": "cnn",
+        "htfe9": "resnet4", "res34-htc4": "cnn", "htfe8-htc4": "cnn", "htm10": "cnn",
+    }  # fmt: skip
+    assert default_auxiliary(["cnn1", "HTFE3"]) == "resnet10"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"models": "res34-htc4"}, "cnn"),
+        ({"models": "htfe5", "clients": 2}, "googlenet"),
+        ({"models": "htfe5", "clients": 2, "auxiliary": "cnn5"}, "cnn5"),
+        ({"models": "resnet18,cnn4,cnn3"}, "cnn4"),
+    ],
+)
+def test_the_auxiliary_network_is_the_group_s(settings: dict[str, Any], expected: str) -> None:
+    """Of res34-htc4 it is no member; of htfe5 it is not the smallest; without a group it is the smallest."""
+    config = experiment(**{"method": "standalone", "data": "python:tiny", "clients": 3, "device": "cpu", **settings})
+    data = support.tiny_dataset(side=32, channels=3)
+    assert assemble(config, data).task.auxiliary.name == expected
 
 
 def test_the_smallest_architecture() -> None:

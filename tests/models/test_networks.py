@@ -13,6 +13,7 @@ from polyfed.models import (
     NETWORKS,
     ProxyExtractor,
     SplitNetwork,
+    default_auxiliary,
     default_features,
     parameter_count,
     resolve,
@@ -116,7 +117,7 @@ def test_the_head_of_vision_transformers_has_a_hidden_layer_with_tanh() -> None:
 
 
 def test_the_auxiliary_network_of_htfe8() -> None:
-    assert parameter_count(shapes_only("cnn", CIFAR, 100, features=512)) == 924_708
+    assert parameter_count(shapes_only(default_auxiliary("htfe8") or "", CIFAR, 100, features=512)) == 924_708
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if not name.startswith("vit")])

@@ -24,13 +24,15 @@ from polyfed.remote import Agreement, InMemoryTransport, Packet, RemoteEngine, S
 from polyfed.remote.transport import Kind
 from polyfed.server.federation import Federation
 from tests import support
+from tests.methods import parity
 
 NAMES = ("amber", "birch", "cedar", "dune")
 SETTINGS: dict[str, Any] = {"split": "6:2:2", "participation": 0.5, "rounds": 3}
 
 
-def setting(method: str, **settings: Any) -> tuple[Experiment, Population]:
-    models = [support.Wide] if "network" in polyfed.METHODS[method].requires else [support.Wide, support.Narrow]
+def setting(method: str | dict[str, Any], **settings: Any) -> tuple[Experiment, Population]:
+    name = method if isinstance(method, str) else method["name"]
+    models = [support.Wide] if "network" in polyfed.METHODS[name].requires else [support.Wide, support.Narrow]
     values = {**support.DEFAULTS, **SETTINGS, **settings, "method": method}
     config = experiment(**values, data="python:tiny", models="python:tiny")
     return config, assemble(config, support.tiny_dataset(), models)
@@ -72,9 +74,10 @@ def same_rows(one: Path, other: Path) -> None:
         pd.testing.assert_frame_equal(mine, theirs, obj=name)
 
 
-@pytest.mark.parametrize("method", polyfed.METHODS)
-def test_sites_give_the_numbers_of_a_simulation(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", [*polyfed.METHODS, *parity.OPTIONS])
+def test_sites_give_the_numbers_of_a_simulation(tmp_path: Path, method: Any) -> None:
     """Every row and every client's final state are the sequential engine's, bit by bit."""
+    method = parity.OPTIONS.get(method, method)
     config, people = setting(method)
     simulated = Federation(config, people.method, SequentialEngine(people), RunFolder.create(tmp_path / "one", config))
     simulated.run()
@@ -142,6 +145,33 @@ def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
     assert apart.folder.rounds().replies.tolist() == [4, 3, 4]
     notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
     assert notes == ["round 2 continues without client 1: its power went out"]
+
+
+def test_fedkd_sends_the_network_to_a_site_that_missed_a_round(tmp_path: Path) -> None:
+    """Birch fails in round 2, and the server does not know whether it received that version."""
+    config, people = setting("fedkd", participation=1.0, rounds=4)
+    apart, transport = remote(tmp_path, config, people)
+    site: Any = transport.sites["birch"]
+    transport.sites["birch"] = Unreachable(site.__self__, transport, 2)
+    changes = []
+    for number in range(1, 5):
+        changes.append(["base" in apart.download(client).metadata for client in (0, 1)])
+        apart.round(number)
+    assert changes == [[False, False], [True, True], [True, False], [True, True]]
+    assert apart.folder.rounds().replies.tolist() == [4, 3, 4, 4]
+
+
+def test_fedkd_recovers_a_site_that_lost_its_state(tmp_path: Path) -> None:
+    """Birch comes back with an empty folder: it refuses changes to what it does not hold, then gets the network."""
+    config, people = setting("fedkd", participation=1.0, rounds=3)
+    apart, transport = remote(tmp_path, config, people)
+    apart.round(1)
+    transport.sites["birch"] = Site("birch", agreement(people), people.slice([1]), tmp_path / "new").answer
+    apart.round(2)
+    apart.round(3)
+    assert apart.folder.rounds().replies.tolist() == [4, 3, 4]
+    notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
+    assert len(notes) == 1 and "its next download brings the network itself" in notes[0]
 
 
 def test_a_site_that_is_away_is_not_asked_and_keeps_its_score(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def test_defaults_are_written_as_a_user_would_type_them() -> None:
     assert {"none", "true", "false"} <= defaults and not {"None", "True", "False"} & defaults
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["resume"], ["methods"], ["models"], ["datasets"], ["bench"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["resume"], ["compare"], ["methods"], ["models"], ["datasets"], ["bench"]]
+)
 def test_help_fits_80_columns(command: list[str]) -> None:
     from typer.testing import CliRunner
 

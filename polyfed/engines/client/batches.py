@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,8 @@ from polyfed.methods.base import Batch, Phase
 from polyfed.population import Population
 
 AUGMENTATION = Augmentation()
+IMAGE, VIEWS = "image", ("first", "second")
+"""What the draws of an augmentation are for: the image that a batch holds, or a view of it beside it."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Epoch:
     """One pass over a client's samples: their order, and draws that have one row per sample in that order."""
 
     samples: Tensor
-    augmentations: tuple[State, ...] = ()
-    """None, one, or two (for a second view of the same images)."""
+    augmentations: Mapping[str, State] = field(default_factory=dict)
+    """By what they are for; what is not augmented has none."""
     drawn: State = field(default_factory=dict)
 
     def batches(self, population: Population) -> Iterator[Batch]:
@@ -31,18 +33,19 @@ class Epoch:
         for start in range(0, len(self.samples), size):
             rows = slice(start, start + size)
             x, y = population.dataset.batch(self.samples[rows], device)
-            views = [augment(x, rows_of(draws, rows, device)) for draws in self.augmentations] or [x]
-            drawn = rows_of(self.drawn, rows, device)
-            yield Batch(views[0], y, view=views[1] if len(views) > 1 else None, drawn=drawn)
+            draws = {purpose: rows_of(drawn, rows, device) for purpose, drawn in self.augmentations.items()}
+            images, views = augmented(x, draws)
+            yield Batch(images, y, views=views, drawn=rows_of(self.drawn, rows, device))
 
 
 def new_epoch(population: Population, samples: Tensor, phase: Phase, generator: torch.Generator) -> Epoch:
     """Draw the next pass over these samples for a phase."""
     count = len(samples)
     order = samples.index_select(0, torch.randperm(count, generator=generator))
-    views = phase.views if phase.views == 2 or (phase.augment and population.training.augment) else 0
+    purposes = [IMAGE] if phase.augment and population.training.augment else []
+    purposes += VIEWS if phase.views == 2 else ()
     shape = population.task.input_shape
-    augmentations = tuple(AUGMENTATION.draw(generator, count, shape) for _ in range(views))
+    augmentations = {purpose: AUGMENTATION.draw(generator, count, shape) for purpose in purposes}
     return Epoch(order, augmentations, phase.draw(generator, count) if phase.draw else {})
 
 
@@ -78,9 +81,12 @@ def visits(population: Population, client: int, phase: Phase) -> Tensor:
     return phase.epochs * torch.bincount(labels, minlength=population.task.classes)
 
 
-def augment(x: Tensor, draws: State) -> Tensor:
-    """The images after these draws of flip, erasing and crop."""
-    return AUGMENTATION.apply(x, draws)
+def augmented(x: Tensor, draws: Mapping[str, State]) -> tuple[Tensor, Tensor | None]:
+    """The images that a batch holds, and two views of each, [batch, 2, …], where there are draws for them."""
+    images = AUGMENTATION.apply(x, draws[IMAGE]) if IMAGE in draws else x
+    if VIEWS[0] not in draws:
+        return images, None
+    return images, torch.stack([AUGMENTATION.apply(x, draws[view]) for view in VIEWS], 1)
 
 
 def rows_of(draws: State, rows: slice, device: torch.device) -> State:

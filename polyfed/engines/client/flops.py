@@ -45,8 +45,8 @@ def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
     def step(phase: Phase) -> None:
         set_modes(network, phase)
         drawn = phase.draw(torch.Generator().manual_seed(0), _SAMPLES) if phase.draw else {}
-        view = x if phase.views == 2 else None
-        outcome = phase.loss(network, Batch(x, y, view=view, drawn={k: v.to(device) for k, v in drawn.items()}))
+        views = torch.stack([x, x], 1) if phase.views == 2 else None
+        outcome = phase.loss(network, Batch(x, y, views=views, drawn={k: v.to(device) for k, v in drawn.items()}))
         values = outcome[0] if isinstance(outcome, tuple) else outcome
         values.mean().backward()
         network.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
 from polyfed.engines.client.sgd import sgd
 from polyfed.engines.client.workbench import state_of
-from polyfed.errors import ClientError, DivergedError, PolyfedError, clients_named, first_line, user_place
+from polyfed.errors import ClientError, DivergedError, InputError, PolyfedError, clients_named, first_line, user_place
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
@@ -37,7 +37,13 @@ def receive(population: Population, client: int, state: State, message: Message,
     """Write a download into the client's state, in place; the state keeps no reference to the message."""
     moved = on_device(message, population.device)
     changed = population.method.receive(state, moved, population.knowledge(client, round))
+    fresh = population.method.kept_fresh
     for name, tensor in changed.items():
+        if fresh and name.split(".")[0] not in fresh:
+            raise InputError(
+                f"{population.method.name} names {', '.join(fresh)} in kept_fresh, but its receive changes {name} too: "
+                "leave kept_fresh empty, or receive nothing else."
+            )
         state[name].copy_(tensor)
 
 

@@ -23,7 +23,7 @@ class Plan:
     """The batches of a cohort in one phase: [steps, clients, batch, …]."""
 
     inputs: State
-    """By name: `rows`, sample numbers, −1 where there is none; draws for them (`first.flip`, `drawn.noise`)."""
+    """By name: `rows`, sample numbers, −1 where there is none; draws for them (`image.flip`, `drawn.noise`)."""
     active: list[int]
     """For each step, the number of clients up to the last one that has a batch."""
     samples: list[int]
@@ -78,8 +78,8 @@ def _table(passes: Sequence[Epoch], width: int) -> State:
     named = []
     for epoch in passes:
         draws = {"rows": epoch.samples} | {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
-        for view, changes in zip(("first", "second"), epoch.augmentations, strict=False):
-            draws |= {f"{view}.{name}": tensor for name, tensor in changes.items()}
+        for purpose, changes in epoch.augmentations.items():
+            draws |= {f"{purpose}.{name}": tensor for name, tensor in changes.items()}
         named.append(draws)
     stacked = {name: torch.stack([draws[name] for draws in named]) for name in (named[0] if named else ())}
     return {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in stacked.items()}

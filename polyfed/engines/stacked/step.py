@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from polyfed.compute import precision
 from polyfed.data import Dataset
-from polyfed.engines.client.batches import augment
+from polyfed.engines.client.batches import IMAGE, VIEWS, augmented
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.message import State
@@ -160,18 +160,23 @@ class PhaseStep:
         rows = inputs["rows"]
         flat = rows.clamp(min=0).flatten()
         x = self._dataset.normalise(self._dataset.images.index_select(0, flat))
-        batch = {"y": self._dataset.labels.index_select(0, flat).view_as(rows), "mask": rows >= 0}
-        for view, name in (("first", "x"), ("second", "view")):
-            draws = {n.removeprefix(f"{view}."): t.flatten(0, 1) for n, t in inputs.items() if n.startswith(f"{view}.")}
-            if draws or name == "x":
-                batch[name] = (augment(x, draws) if draws else x).unflatten(0, rows.shape)
+        draws: dict[str, State] = {}
+        for name, tensor in inputs.items():
+            purpose, _, kind = name.partition(".")
+            if purpose in (IMAGE, *VIEWS):
+                draws.setdefault(purpose, {})[kind] = tensor.flatten(0, 1)
+        images, views = augmented(x, draws)
+        batch = {"x": images, "y": self._dataset.labels.index_select(0, flat)}
+        if views is not None:
+            batch["views"] = views
+        batch = {name: tensor.unflatten(0, rows.shape) for name, tensor in batch.items()} | {"mask": rows >= 0}
         return batch | {name: tensor for name, tensor in inputs.items() if name.startswith("drawn.")}
 
     def _masked_loss(self, network: ClientNetwork, batch: State) -> tuple[Tensor, State]:
         drawn = {n.removeprefix("drawn."): tensor for n, tensor in batch.items() if n.startswith("drawn.")}
         mask = batch["mask"]
         # A client that has finished gets a batch too, so that its loss is a number and its gradient exactly zero.
-        given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("view"), drawn)
+        given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("views"), drawn)
         with precision(batch["x"].device, bf16=self.bf16):
             outcome = self._phase.loss(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)

@@ -3,6 +3,9 @@
 A tensor is seen as a matrix W of its first axis by all others. Its best approximation of rank k keeps the k largest
 singular values; it travels as its factors `NAME.left` [rows, k] and `NAME.right` [k, columns], or unchanged as
 `NAME`, whichever has fewer floats. What travels unchanged is exact.
+
+New weights have a flat spectrum, so their factors save nothing; what a few steps changed in them has a steep one. So
+networks travel as `changes`: of a matrix the difference to a version that both sides hold, of a vector its new values.
 """
 
 from __future__ import annotations
@@ -19,12 +22,33 @@ from polyfed.methods.parts.tools import is_variance
 LEFT, RIGHT = ".left", ".right"
 
 
+def changes(state: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> State:
+    """What leads from one version of a network to another: of a matrix the difference, of a vector its new values.
+
+    Vectors are too small to be worth factoring, and as values they can be checked (no variance is negative).
+    """
+    return {name: tensor - base[name] if _is_matrix(tensor) else tensor for name, tensor in state.items()}
+
+
+def changed(base: Mapping[str, Tensor], by: Mapping[str, Tensor]) -> State:
+    """The version that `changes` lead to from another.
+
+    >>> changed({"a": torch.ones(1, 1), "b": torch.ones(1)}, {"a": torch.ones(1, 1), "b": torch.ones(1)})
+    {'a': tensor([[2.]]), 'b': tensor([1.])}
+    """
+    return {name: base[name] + change if _is_matrix(change) else change for name, change in by.items()}
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    return tensor.dim() >= 2
+
+
 def compress(state: Mapping[str, Tensor], energy: float) -> State:
     """Every tensor in its smaller form, keeping at least this share of the sum of its squares.
 
-    >>> sent = compress({"a": torch.ones(4, 5), "b": torch.zeros(4, 5)}, energy=0.9)
+    >>> sent = compress({"a": torch.ones(4, 5), "b": torch.eye(5)}, energy=0.9)
     >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
-    {'a.left': (4, 1), 'a.right': (1, 5), 'b': (4, 5)}
+    {'a.left': (4, 1), 'a.right': (1, 5), 'b': (5, 5)}
     """
     sent: State = {}
     for name, tensor in state.items():
@@ -36,19 +60,24 @@ def compress(state: Mapping[str, Tensor], energy: float) -> State:
 def restore(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
     """The tensors that `compress` was given, except for what it left out; `like` has their names and shapes."""
     return {
-        name: sent[name] if name in sent else (sent[name + LEFT] @ sent[name + RIGHT]).view(tensor.shape)
+        name: sent[name] if name in sent else _product(sent[name + LEFT], sent[name + RIGHT]).view(tensor.shape)
         for name, tensor in like.items()
     }
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    # In double precision, so that whoever multiplies gets the same: a GPU may round floats to 10 bits before.
+    return (left.double() @ right.double()).to(left.dtype)
+
+
 def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
     """Two factors of the smallest rank that keeps the energy, or None if the tensor itself has no more floats."""
-    if tensor.dim() < 2:
+    if not _is_matrix(tensor):
         return None
     matrix = tensor.flatten(1).double()
     rows, columns = matrix.shape
     # Values that are not finite have no factors; the tensor travels as it is and the receiver refuses it.
-    if rows * columns <= rows + columns or not bool(torch.isfinite(matrix).all()) or not bool(matrix.any()):
+    if rows * columns <= rows + columns or not bool(torch.isfinite(matrix).all()):
         return None
     # Squared singular values are the eigenvalues of the smaller Gram matrix, which takes less time than an SVD and in
     # double precision is more exact than float32 needs. The vectors cost most and are computed only if they pay off.
@@ -79,7 +108,7 @@ def compressed_schema(like: Mapping[str, Tensor]) -> Schema:
     """The schema of messages that `compress` makes from tensors of these shapes; `check_forms` checks the rest."""
     entries: dict[str, Floats] = {}
     for name, tensor in like.items():
-        matrix = tensor.dim() >= 2
+        matrix = _is_matrix(tensor)
         entries[name] = Floats(tuple(tensor.shape), optional=matrix, negative=not is_variance(name))
         if matrix:
             rows, columns = tensor.flatten(1).shape
@@ -92,7 +121,7 @@ def compressed_schema(like: Mapping[str, Tensor]) -> Schema:
 def check_forms(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Raise `BadMessage` unless every matrix comes in exactly one form, with a valid rank and a finite product."""
     for name, tensor in like.items():
-        if tensor.dim() < 2:
+        if not _is_matrix(tensor):
             continue
         forms = [form in sent for form in (name, name + LEFT, name + RIGHT)]
         if forms not in ([True, False, False], [False, True, True]):

@@ -53,12 +53,12 @@ class Batch:
     """A batch of one client's training samples, as its loss sees it.
 
     `mask` marks the real samples of a padded batch; None means that all are real. The engine averages over real
-    samples, so only a loss that compares samples with each other needs it. `view` is a second augmentation of the same
-    images, for phases with `views=2`; `drawn` is what the phase's own `draw` produced.
+    samples, so only a loss that compares samples with each other needs it. `views` are two augmentations of the images
+    [batch, 2, …], for phases with `views=2`; `drawn` is what the phase's own `draw` produced.
     """
 
     x: Tensor
     y: Tensor
     mask: Tensor | None = None
-    view: Tensor | None = None
+    views: Tensor | None = None
     drawn: Mapping[str, Tensor] = field(default_factory=dict)

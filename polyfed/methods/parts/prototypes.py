@@ -11,7 +11,24 @@ from torch import Tensor, nn
 
 from polyfed.message import Message, Schema, State
 from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method, Server, SplitNetwork, Trained
-from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, cross_entropy, known_vectors, store_vectors
+from polyfed.methods.parts.tools import (
+    ClassVectors,
+    class_vectors_schema,
+    cross_entropy,
+    distance,
+    known_vectors,
+    store_vectors,
+)
+
+
+class Prototypes(ClassVectors):
+    """The prototypes that a client received, and which classes are its own."""
+
+    own: Tensor
+
+    def __init__(self, classes: int, size: int) -> None:
+        super().__init__(classes, size)
+        self.register_buffer("own", torch.zeros(classes, dtype=torch.bool))
 
 
 class PrototypeMethod(Method):
@@ -32,23 +49,32 @@ class PrototypeMethod(Method):
         distance: Literal["euclidean", "mse"] = Field(
             "euclidean", description="distance between a feature and its prototype"
         )
+        penalty: Literal["samples", "classes"] = Field(
+            "samples",
+            description="mean distance of a batch's features to their prototypes, or of its class means to theirs",
+        )
 
     config: Config
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
-        return {"prototypes": ClassVectors(self.task.classes, model.feature_size)}
+        return {"prototypes": Prototypes(self.task.classes, model.feature_size)}
 
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        own = {"prototypes.own": client.counts > 0}
         if not message.tensors:
-            return {}
-        return store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
+            return own
+        return own | store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
         config = self.config
         weight = config.weight if config.weight is not None else {"euclidean": 0.1, "mse": 10.0}[config.distance]
         features = net.features(batch.x)
         # A class without a global prototype has no second term.
-        away: Tensor = net.prototypes.distance(features, batch.y, config.distance)
+        away: Tensor = (
+            net.prototypes.distance(features, batch.y, config.distance)
+            if config.penalty == "samples"
+            else distance_of_means(net.prototypes, features, batch, config.distance)
+        )
         return cross_entropy(net.head(features), batch.y) + weight * away
 
     def upload(self, client: Trained) -> Message:
@@ -58,9 +84,11 @@ class PrototypeMethod(Method):
     def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
         features = net.features(x)
         classifier = net.head(features)
+        closeness, known, own = net.prototypes.closeness(features), net.prototypes.known, net.prototypes.own
         # Before the first prototypes arrive there is only the classifier.
-        nearest = torch.where(net.prototypes.known.any(), net.prototypes.closeness(features), classifier)
-        return {"prototypes": nearest, "classifier": classifier}
+        nearest = torch.where(known.any(), closeness, classifier)
+        nearest_own = torch.where((known & own).any(), torch.where(own, closeness, -torch.inf), classifier)
+        return {"prototypes": nearest, "classifier": classifier, "own-prototypes": nearest_own}
 
     def start(self, server: Server) -> None:
         empty = ClassVectors(self.task.classes, self.task.feature_size)
@@ -71,3 +99,19 @@ class PrototypeMethod(Method):
 
     def schema(self) -> Schema:
         return class_vectors_schema("prototypes", self.task.classes, self.task.feature_size)
+
+
+def distance_of_means(
+    prototypes: ClassVectors, features: Tensor, batch: Batch, kind: Literal["euclidean", "mse"]
+) -> Tensor:
+    """The mean, over the classes in a batch, of the distance from a class's mean feature to its prototype.
+
+    Eq. 4 and 11 of the FedTGP paper, with the batch in place of all samples of the client. The same for every sample.
+    """
+    members = batch.y[:, None] == torch.arange(len(prototypes.known), device=batch.y.device)
+    if batch.mask is not None:
+        members = members & batch.mask.bool()[:, None]
+    counts = members.sum(0)
+    means = (members.to(features.dtype).T @ features) / counts.clamp(min=1)[:, None]
+    away = torch.where((counts > 0) & prototypes.known, distance(means, prototypes.vectors, kind), 0.0)
+    return away.sum() / (counts > 0).sum().clamp(min=1)

@@ -1,0 +1,74 @@
+"""The command line: parses, calls the library, prints. A file per family of commands."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from polyfed import __version__
+from polyfed.cli import compare, lists, runs
+from polyfed.cli.base import app, error_console, out_console
+from polyfed.errors import PolyfedError
+
+__all__ = ["app", "main"]
+
+# `polyfed --help` lists them in this order.
+for _command in (runs.run, runs.resume, compare.compare, lists.methods, lists.models, lists.datasets, lists.bench):
+    app.command()(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out_console.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and stop", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="print the whole traceback of an error; works with every command")
+    ] = False,
+) -> None:
+    """Model-heterogeneous personalised federated learning."""
+
+
+def main() -> None:
+    """Run the command line; errors are one sentence on standard error and an exit status."""
+    debug = "--debug" in sys.argv[1:]  # wherever it stands
+    try:
+        status = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
+    except PolyfedError as error:
+        if debug:
+            traceback.print_exception(error)
+        _end(str(error), error.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
+        _end("stopped.", 130)
+    except Exception as error:
+        # Typer's own errors, of unknown options and the like, are known by this method, wherever they are defined.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        _end(_usage(error), 2)
+    if status == 130:  # newer versions of Typer turn Ctrl-C into a status
+        _end("stopped.", 130)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _end(words: str, status: int) -> NoReturn:
+    error_console.print(f"polyfed: {words}", soft_wrap=True)
+    sys.exit(status)
+
+
+def _usage(error: Any) -> str:
+    """What Typer says is wrong with a command line, in the voice of all other errors."""
+    words = " ".join(error.format_message().split()).rstrip(".")
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "polyfed"
+    return f"{words[:1].lower()}{words[1:]}; `{command} --help` lists what there is."

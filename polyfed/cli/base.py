@@ -1,0 +1,57 @@
+"""The application that all commands belong to, where they print, and what several of them share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from polyfed.report.progress import BarProgress, LineProgress, QuietProgress, plain_console
+from polyfed.server.federation import Interrupted
+
+app = typer.Typer(
+    help="Model-heterogeneous personalised federated learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out_console = plain_console()
+error_console = plain_console(stderr=True)
+
+T = TypeVar("T")
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Trust = Annotated[bool, typer.Option("--trust", help="import the code that the file names as package.module:name")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")]
+
+
+def watch(quiet: bool, work: Callable[[QuietProgress], T], stopped: Callable[[QuietProgress], str]) -> T:
+    """Do the work with progress on the screen; Ctrl-C lets it stop in order, or at once with what `stopped` says."""
+    kind = QuietProgress if quiet else BarProgress if out_console.is_terminal else LineProgress
+    watcher = kind(out_console)
+    try:
+        with watcher.watching():
+            return work(watcher)
+    except Interrupted as error:
+        raise _with_status(error, watcher) from error.__cause__
+    except KeyboardInterrupt:
+        raise _with_status(Interrupted(stopped(watcher)), watcher) from None
+
+
+def _with_status(error: Interrupted, watcher: QuietProgress) -> Interrupted:
+    if watcher.terminated:
+        error.exit_status = 143  # as the shell says it
+    return error
+
+
+def show_list(as_json: bool, values: list[dict[str, Any]], *shown: Any) -> None:
+    """Print a list for programs, or its tables for people."""
+    if as_json:
+        print(json.dumps(values, indent=2))
+        return
+    for table in shown:
+        out_console.print(table)
+        out_console.print()
