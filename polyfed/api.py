@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from polyfed import confusion
 from polyfed.addresses import PYTHON, trusting
 from polyfed.assemble import assemble, facts
 from polyfed.compute import machine_name, out_of_memory
@@ -79,6 +80,21 @@ class Result:
     def clients(self) -> pd.DataFrame:
         """A row per client."""
         return self.folder.clients()
+
+    def confusion(self) -> pd.DataFrame:
+        """How many test samples of a class each client predicts as which: a row per pair of classes that occurs.
+
+        Of the last round and the one best on validation, or of every evaluation (`confusion="every"`).
+        """
+        return self.folder.confusion()
+
+    def class_scores(self) -> pd.DataFrame:
+        """Accuracy and F1 of each class of which a client has test samples, from `confusion()`."""
+        return confusion.class_scores(self.confusion())
+
+    def client_scores(self) -> pd.DataFrame:
+        """Accuracy, balanced accuracy and macro-F1 of each client, from `confusion()`."""
+        return confusion.client_scores(self.confusion())
 
     def network(self, client: int) -> ClientNetwork:
         """A client's private model and what the method keeps beside it, in evaluation mode.
@@ -286,7 +302,15 @@ def _go(
         settings = EngineSettings(config.workers, budget, config.tf32, config.ray)
         engine = new_engine(config.engine, population, settings)
         try:
-            federation = Federation(config, population.method, engine, folder, watcher, device=population.device)
+            federation = Federation(
+                config,
+                population.method,
+                engine,
+                folder,
+                watcher,
+                device=population.device,
+                devices=population.devices,
+            )
             if saved is not None:
                 federation.restore(saved)
             _record_start(federation, machine_name(population.device), before, planned)

@@ -20,6 +20,7 @@ from polyfed.data import (
     load_dataset,
     partition,
 )
+from polyfed.devices import describe, new_devices
 from polyfed.errors import InputError
 from polyfed.methods import find_method
 from polyfed.methods.base import Method, Task
@@ -100,6 +101,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
         notes=describe_test_set(dataset, config.split, config.test_set, clients),
+        devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
     return rehearse(population, examples)
 
@@ -116,6 +118,7 @@ def facts(population: Population) -> dict[str, str]:
         "the data": f"{len(dataset)} samples of shape {dataset.input_shape} in {dataset.classes} classes (hash {data})",
         "the partition": f"one with hash {dealt.hexdigest()}",
         **{f"the network {name}": f"one with hash {look}" for name, look in population.looks.items()},
+        **({} if population.devices is None else {"the table of devices": describe(population.devices)}),
     }
 
 

@@ -114,6 +114,15 @@ class Experiment(Settings):
         "after-training", description="score clients as they are, or as if each had just received the next download"
     )
     eval_every: int = Field(1, ge=1, description="rounds between two evaluations of all clients")
+    confusion: Literal["ends", "every", "none"] = Field(
+        "ends", description="when to record what is predicted as what: in the last round and the best, or always"
+    )
+    devices: str | None = Field(
+        None, min_length=1, description="simulate how long rounds take: uniform, three-tier or a CSV file's path"
+    )
+    deadline: float | None = Field(
+        None, gt=0, description="simulated seconds after which a round ends without the replies that are missing"
+    )
     min_replies: int = Field(1, ge=1, description="valid replies that a round needs")
     reply_bound: float | None = Field(
         100.0, gt=1, description="how many times as large as usual a reply may be; none: no limit"
@@ -177,6 +186,11 @@ class Experiment(Settings):
             ENGINES.find(value)
         return value
 
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
     @model_validator(mode="before")
     @classmethod
     def _normal_form(cls, values: Any) -> Any:
@@ -184,7 +198,8 @@ class Experiment(Settings):
         if not isinstance(values, Mapping):
             raise InputError("an experiment is a mapping of names to values, such as 'method: fedproto'.")
         normal = normal_form(values)
-        normal.pop("versions", None)
+        for remark in ("versions", "tuned"):
+            normal.pop(remark, None)
         normal.setdefault("method", None)  # so that the error says what to write
         nested = {name: with_nones(model, normal[name]) for name, model in GROUPS.items()}
         return {**with_nones(cls, normal), **nested}
@@ -195,6 +210,15 @@ class Experiment(Settings):
             raise InputError(
                 f"min_replies is {self.min_replies}, but must be at most {self.participants}, "
                 f"because that many of the {self.clients} clients take part in a round."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deadline_needs_devices(self) -> Experiment:
+        if self.deadline is not None and self.devices is None:
+            raise InputError(
+                f"deadline is {self.deadline:g}, but without devices no time is simulated: add devices, such as "
+                "'devices: three-tier', or leave the deadline out."
             )
         return self
 

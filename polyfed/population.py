@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.data import ClientData, Dataset
+from polyfed.devices import Device
 from polyfed.methods.base import Knowledge, MessageStep, Method, Task, Training
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Architecture
@@ -42,6 +43,8 @@ class Population:
     """Remarks on the data, for the run's record."""
     draws: frozenset[str] = frozenset()
     """Architectures whose networks draw from global generators in their forward."""
+    devices: Mapping[int, Device] | None = None
+    """What each client computes and sends with, where time is simulated."""
     steps: tuple[MessageStep, ...] = ()
     """What an upload passes through before it leaves its client, in this order."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from polyfed.addresses import PYTHON
 from polyfed.config import Experiment, experiment, merged
+from polyfed.devices import MIXES
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown
 from polyfed.registry import ENGINES
@@ -57,12 +58,15 @@ def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Colle
 
 
 def located(config: Experiment, began_in: Path) -> Experiment:
-    """The experiment with relative paths to its data resolved from where the run started, if they do not exist here."""
+    """The experiment with relative paths resolved from where the run started, if they do not exist here."""
     changes: dict[str, Any] = {}
     if config.data.startswith(NPZ):
         path = Path(config.data.removeprefix(NPZ))
         if not path.exists() and (began_in / path).exists():
             changes["data"] = f"{NPZ}{began_in / path}"
+    table = Path(config.devices or "")
+    if config.devices not in (None, *MIXES) and not table.exists() and (began_in / table).exists():
+        changes["devices"] = str(began_in / table)
     folder = config.data_folder or Path(os.environ.get("POLYFED_DATA", "data"))
     if not folder.exists() and (began_in / folder).exists():
         changes["data_folder"] = began_in / folder

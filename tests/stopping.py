@@ -33,7 +33,7 @@ def stopped(path: Path, **settings: Any) -> Path:
 def records(run: Path) -> dict[str, Any]:
     """Everything in a run's folder that must not depend on interruptions."""
     rounds = pd.read_csv(run / "rounds.csv", dtype=str).drop(columns="seconds")
-    texts = {name: (run / name).read_text() for name in ("clients.csv", "evaluations.csv")}
+    texts = {name: (run / name).read_text() for name in ("clients.csv", "evaluations.csv", "confusion.csv")}
     models = {path.name: path.read_bytes() for path in sorted((run / "models").iterdir())}
     return {"rounds": rounds.to_csv(), **texts, **models}
 

@@ -115,7 +115,8 @@ def federation(
     dataset = settings.pop("dataset", None) or tiny_dataset()
     config = experiment(**{**DEFAULTS, **settings, "method": method, "data": "python:tiny", "models": "python:tiny"})
     clients = assemble(config, dataset, list(models))
-    return Federation(config, clients.method, engine(clients), RunFolder.create(tmp_path / "run", config))
+    folder = RunFolder.create(tmp_path / "run", config)
+    return Federation(config, clients.method, engine(clients), folder, devices=clients.devices)
 
 
 def traffic(tmp_path: Any, method: str | dict[str, Any], classes: int, models: str = "cnn5") -> tuple[float, float]:

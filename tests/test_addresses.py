@@ -102,7 +102,7 @@ def test_a_run_with_every_kind_of_draw(engine: str, asked: list[str]) -> None:
     chosen = Chosen()
     run(
         "standalone", models=Drawing, clients=4, participation=0.5, assignment="random", start="client", engine=engine,
-        watcher=chosen,
+        devices="three-tier", watcher=chosen,
     )  # fmt: skip
     assert len(chosen.clients) == 4
     trained = {
@@ -114,7 +114,7 @@ def test_a_run_with_every_kind_of_draw(engine: str, asked: list[str]) -> None:
     evaluated = {f"network/evaluation/1/{client}" for client in range(4)} | {
         f"network/evaluation/2/{client}" for round, client in chosen.clients if round == 2
     }
-    before = {"partition", "split", "architectures", "participants/1", "participants/2", "initial/method"}
+    before = {"partition", "split", "architectures", "devices", "participants/1", "participants/2", "initial/method"}
     first = {f"initial/Drawing/{client}" for client in range(4)}
     # What is tried before round one draws too, but leaves nothing behind.
     counted = {address for address in asked if "/0/" not in address and address != "initial/Drawing/shared"}
@@ -137,6 +137,7 @@ def test_engines_ask_for_the_same_batches(asked: list[str]) -> None:
         (("partition",), 3469488402443133942),
         (("split",), 7170711763998781544),
         (("architectures",), 5689146054326683037),
+        (("devices",), 7865172253109361819),
         (("initial", "Wide", "shared"), 8551519177290301633),
         (("initial", "Wide", 3), 7081154332596704048),
         (("initial", "Narrow", "auxiliary"), 3889468268795747386),
@@ -163,5 +164,5 @@ def test_a_server_draws_by_purpose_and_round() -> None:
 def test_the_documentation_lists_every_address() -> None:
     text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
     kinds = {address.split("/")[0] for addresses in (ALWAYS, *MORE.values()) for address in addresses}
-    for kind in kinds | {"architectures", "participants", "dropout", "network"}:
+    for kind in kinds | {"architectures", "participants", "devices", "dropout", "network"}:
         assert f"`{kind}" in text.split("## Seeds")[1].split("\n## ")[0]

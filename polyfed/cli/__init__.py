@@ -9,14 +9,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed import __version__
-from polyfed.cli import compare, lists, runs
+from polyfed.cli import compare, lists, reproduce, runs
 from polyfed.cli.base import app, error_console, out_console
 from polyfed.errors import PolyfedError
 
 __all__ = ["app", "main"]
 
 # `polyfed --help` lists them in this order.
-for _command in (runs.run, runs.resume, compare.compare, lists.methods, lists.models, lists.datasets, lists.bench):
+_COMMANDS = (
+    runs.run, runs.resume, compare.compare, reproduce.reproduce,
+    lists.methods, lists.models, lists.datasets, lists.bench,
+)  # fmt: skip
+for _command in _COMMANDS:
     app.command()(_command)
 
 

@@ -27,8 +27,8 @@ from polyfed.yaml_text import parse_yaml
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 NAMES = (
     "data", "partition", "classes_per_client", "alpha", "split", "test_set", "clients", "participation", "models",
-    "features", "rounds", "epochs", "batch_size", "lr", "preset", "seed", "engine", "device", "eval_every",
-    "checkpoint_every",
+    "features", "rounds", "epochs", "batch_size", "lr", "preset", "seed", "engine", "device", "devices",
+    "eval_every", "checkpoint_every",
 )  # fmt: skip
 """Settings with an option of their own; --set reaches all others."""
 

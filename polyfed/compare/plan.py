@@ -90,7 +90,7 @@ def plan(
     _check_unrepeated("method", [entry.label for entry in entries])
     if not entries:
         raise InputError("there is no method to compare: name at least one, such as fedproto.")
-    _check_seeds(seeds)
+    check_seeds(seeds)
     given = normal_form(settings or {})
     if "seed" in given:
         raise InputError("seed can't be set in a comparison: use --seeds, such as --seeds 0-4.")
@@ -177,7 +177,8 @@ def _check_unrepeated(what: str, names: Sequence[Any]) -> None:
     raise InputError(f"{what} {repeated} is given twice: give it once{remedy}.")
 
 
-def _check_seeds(seeds: Sequence[int]) -> None:
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise unless there are seeds, each of them once."""
     if not seeds:
         raise InputError("there is no seed: give at least one, such as --seeds 0-4.")
     for seed in seeds:

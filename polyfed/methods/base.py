@@ -255,6 +255,8 @@ class Method:
     A client that does not take part in a round is scored as if it had received that round's download, like the
     participants. After a run, predictions use the server's final state.
     """
+    grid: ClassVar[Mapping[str, Sequence[object]]] = {}
+    """Values of its options that are worth trying, in ascending order: what its paper searched, or ours."""
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
 

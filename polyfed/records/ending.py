@@ -25,8 +25,11 @@ class Ending:
     results: tuple[StoredFile, ...]
 
     @staticmethod
-    def parse(values: Any, records: Collection[str], results: Sequence[str]) -> Ending:
-        """Read what `to_dict` gave, of a run with these records and results; raises `Damaged` for anything else."""
+    def parse(values: Any, records: Collection[str], results: Sequence[str], optional: Collection[str] = ()) -> Ending:
+        """Read what `to_dict` gave, of a run with these records and results; raises `Damaged` for anything else.
+
+        `optional` records may be missing.
+        """
         try:
             end = Ending(
                 int(values["round"]),
@@ -38,7 +41,7 @@ class Ending:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"the end of the run can't be read: {error}") from error
-        if end.records.keys() != set(records) or [file.file for file in end.results] != list(results):
+        if end.records.keys() | set(optional) != set(records) or [file.file for file in end.results] != list(results):
             raise Damaged("it lists other files than a run has")
         return end
 

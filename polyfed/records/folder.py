@@ -4,6 +4,7 @@ config.yaml        the complete experiment, with versions; `polyfed run config.y
 run.json           what the run started with, and its files: how it is recognised, checked and resumed
 rounds.csv         a row per evaluated round
 evaluations.csv    a row per evaluated round, part (test, validation) and rule of prediction
+confusion.csv      how many test samples of which class each client predicts as which, of some rounds or all
 clients.csv        a row per client, written at the end
 summary.json       the run's result in a few numbers, written at the end
 events.jsonl       everything noteworthy, a line each: where it ran, rounds with their costs, faults, fallbacks
@@ -26,6 +27,7 @@ from typing import Any
 import pandas as pd
 from safetensors.torch import load
 
+from polyfed import confusion
 from polyfed.config import Experiment, read_experiment
 from polyfed.errors import InputError
 from polyfed.message import State, state_bytes
@@ -35,21 +37,12 @@ from polyfed.records.claim import check_free, locked, new_id, read_claim, resume
 from polyfed.records.ending import Ending
 from polyfed.records.log import Extent, Log
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
-from polyfed.records.rows import as_csv, as_json, event_of
+from polyfed.records.rows import CLIENT_COLUMNS, ROUND_COLUMNS, as_csv, as_json, evaluation_columns, event_of
 from polyfed.records.states import ClientStates, Damaged, States, read_client, write_file, write_models
 
-ROUND_COLUMNS = (
-    "round", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile", "loss_mean", "participants",
-    "replies", "upload_floats", "download_floats", "upload_bytes", "download_bytes", "flops", "seconds",
-)  # fmt: skip
-EVALUATION_COLUMNS = (
-    "round", "part", "rule", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile",
-)  # fmt: skip
-CLIENT_COLUMNS = (
-    "client", "architecture", "parameters", "train_samples", "validation_samples", "test_samples", "classes",
-    "accuracy_final", "accuracy_at_best_validation", "accuracy_best",
-)  # fmt: skip
-LOGS = ("rounds.csv", "evaluations.csv", "events.jsonl")
+LOGS = ("rounds.csv", "evaluations.csv", "events.jsonl", "confusion.csv")
+NEW_LOGS = {"confusion.csv"}
+"""Runs that started with polyfed 0.1 do not have these."""
 RESULTS = ("clients.csv", "summary.json")
 NAMES = ("config.yaml", "run.json", *LOGS, *RESULTS, "checkpoint", "models")
 """Everything that a run writes into its folder."""
@@ -64,9 +57,12 @@ class RunFolder:
         self._parsed: tuple[Any, Ending] | None = None
         self.checkpoints = Checkpoints(path / "checkpoint", str(self._content.get("id")))
         self._rounds = self._log("rounds.csv", ROUND_COLUMNS)
-        self._evaluations = self._log("evaluations.csv", EVALUATION_COLUMNS)
+        self._evaluation_columns = evaluation_columns(path / "evaluations.csv")
+        self._evaluations = self._log("evaluations.csv", self._evaluation_columns)
         self._events = self._log("events.jsonl", ())
-        self._logs = {log.path.name: log for log in (self._rounds, self._evaluations, self._events)}
+        self._confusion = self._log("confusion.csv", confusion.COLUMNS)
+        logs = (self._rounds, self._evaluations, self._events, self._confusion)
+        self._logs = {log.path.name: log for log in logs}
 
     @classmethod
     def create(cls, path: Path, config: Experiment, facts: Mapping[str, str] | None = None) -> RunFolder:
@@ -127,7 +123,11 @@ class RunFolder:
 
     def add_evaluations(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows to evaluations.csv."""
-        self._evaluations.append(as_csv([[row[name] for name in EVALUATION_COLUMNS] for row in rows]))
+        self._evaluations.append(as_csv([[row[name] for name in self._evaluation_columns] for row in rows]))
+
+    def add_confusion(self, rows: Iterable[Iterable[int | str]]) -> None:
+        """Add rows to confusion.csv."""
+        self._confusion.append(as_csv(rows))
 
     def add_start(self, round: int, engine: str, machine: str) -> None:
         """Record that the run starts, or continues after that round."""
@@ -181,7 +181,7 @@ class RunFolder:
             self.checkpoints.go_back(saved)
         notes = list(saved.notes) if saved else []
         for name, log in self._logs.items():
-            extent = saved.records.get(name) if saved else None
+            extent = saved.records.get(name) if saved and not self._written_at_the_end(name) else None
             notes.append(log.cut(extent, saved.round if saved else 0))
         return saved, [note for note in notes if note]
 
@@ -233,14 +233,14 @@ class RunFolder:
                 f"the run in '{self.path}' can't continue: {error} in its folder 'models'; restore the file, or run it "
                 "again from its config.yaml."
             ) from error
-        damaged = [name for name, log in self._logs.items() if not log.has(end.records[name])]
+        damaged = [name for name, extent in end.records.items() if not self._logs[name].has(extent)]
         if damaged and not repair:
             raise InputError(
                 f"the run in '{self.path}' can't continue: {' and '.join(damaged)} changed after it had ended; "
                 "restore that, or continue with the rows that are left (--repair)."
             )
         disk.make_folder(self.checkpoints.folder)
-        problems = [log.cut(end.records[name], end.round) for name, log in self._logs.items()]
+        problems = [log.cut(end.records.get(name), end.round) for name, log in self._logs.items()]
         self.save(end.round, server, end.progress, ClientStates(models, end.clients))
         self._write_content(finished=None)
         for file in end.results:
@@ -300,7 +300,7 @@ class RunFolder:
     def damage(self) -> list[str]:
         """What is wrong with the records of a finished run."""
         end = self._ending()
-        found = [log.damage(end.records[name]) for name, log in self._logs.items()]
+        found = [self._logs[name].damage(extent) for name, extent in end.records.items()]
         found += [file.change(self.path) for file in end.results]
         return [problem for problem in found if problem]
 
@@ -320,6 +320,17 @@ class RunFolder:
     def evaluations(self) -> pd.DataFrame:
         """evaluations.csv as a frame."""
         return self._frame("evaluations.csv")
+
+    def confusion(self) -> pd.DataFrame:
+        """confusion.csv as a frame; raises for a run that has recorded no such counts."""
+        has_file = not self.finished or "confusion.csv" in self._ending().records
+        frame = self._frame("confusion.csv") if has_file else pd.DataFrame()
+        if frame.empty:
+            raise InputError(
+                f"the run in '{self.path}' has recorded no confusion counts: they need test samples, are written at "
+                "the end unless confusion is every, and neither with 'confusion: none' nor by clients elsewhere."
+            )
+        return frame
 
     def clients(self) -> pd.DataFrame:
         """clients.csv as a frame."""
@@ -371,7 +382,7 @@ class RunFolder:
         listed = self._content.get("finished")
         if self._parsed is None or self._parsed[0] is not listed:
             try:
-                self._parsed = listed, Ending.parse(listed, LOGS, RESULTS)
+                self._parsed = listed, Ending.parse(listed, LOGS, RESULTS, NEW_LOGS)
             except Damaged as error:
                 raise InputError(f"'{self.path / 'run.json'}' is damaged ({error}): restore the file.") from error
         return self._parsed[1]
@@ -393,6 +404,10 @@ class RunFolder:
             self.path / "run.json", as_json({n: v for n, v in content.items() if v is not None}, indent=2) + "\n"
         )
         self._content = content
+
+    def _written_at_the_end(self, name: str) -> bool:
+        """Whether a record is written at the end, from the run's progress; until then it has no rows."""
+        return name == "confusion.csv" and self._content.get("settings", {}).get("confusion") != "every"
 
     def _log(self, name: str, columns: tuple[str, ...]) -> Log:
         def is_row(line: str, round: int) -> bool:

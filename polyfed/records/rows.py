@@ -6,7 +6,32 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from polyfed.records import disk
+
+ROUND_COLUMNS = (
+    "round", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile", "loss_mean", "participants",
+    "replies", "upload_floats", "download_floats", "upload_bytes", "download_bytes", "flops", "seconds",
+)  # fmt: skip
+EVALUATION_COLUMNS = (
+    "round", "part", "rule", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile",
+    "accuracy_participants", "simulated_seconds",
+)  # fmt: skip
+EARLIER_EVALUATION_COLUMNS = EVALUATION_COLUMNS[:7]
+"""The columns of runs that started with polyfed 0.1."""
+CLIENT_COLUMNS = (
+    "client", "architecture", "parameters", "train_samples", "validation_samples", "test_samples", "classes",
+    "accuracy_final", "accuracy_at_best_validation", "accuracy_best",
+)  # fmt: skip
+
+
+def evaluation_columns(path: Path) -> tuple[str, ...]:
+    """The columns of a run's evaluations.csv: those that it started with, so that all rows have the same."""
+    header = (disk.read(path) or b"").partition(b"\n")[0]
+    earlier = header == ",".join(EARLIER_EVALUATION_COLUMNS).encode()
+    return EARLIER_EVALUATION_COLUMNS if earlier else EVALUATION_COLUMNS
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:

@@ -122,12 +122,12 @@ def _profile(name: str, values: Any) -> Profile:
 def _evaluation(values: Any) -> Evaluation | None:
     """An evaluation as it came over the wire; None if it makes no sense."""
     try:
-        found = Evaluation(**values)
+        found = Evaluation.from_dict(values).without_confusion()
         parts = ((found.test, found.test_correct), (found.validation, found.validation_correct))
         sound = all(
             isinstance(samples, int) and all(isinstance(n, int) and 0 <= n <= samples for n in correct.values())
             for samples, correct in parts
         )
         return found if sound and found.test_correct else None
-    except (TypeError, AttributeError):
+    except (TypeError, ValueError, AttributeError):
         return None

@@ -101,7 +101,7 @@ class Site:
         self._go_to(self._diary.newest)
         received = {} if packet.message is None else {self.client: packet.message}
         scores = self._engine.evaluate([self.client], int(packet.facts["round"]), received)
-        return Packet({"evaluation": asdict(scores[self.client])})
+        return Packet({"evaluation": scores[self.client].told()})
 
     def _go_to(self, entry: Entry | None) -> None:
         """Load the state after that round, or the initial weights."""
@@ -189,7 +189,7 @@ class Diary:
         """Keep a round and the last ones before it; later ones are dropped, because the run went back."""
         facts: dict[str, Any] = {"loss": None if math.isnan(reply.loss) else reply.loss, "flops": reply.flops}
         if evaluation is not None:
-            facts["evaluation"] = asdict(evaluation)
+            facts["evaluation"] = evaluation.told()
         sent = bool(reply.message.tensors or reply.message.metadata)
         with locked(self.folder):
             entry = Entry(

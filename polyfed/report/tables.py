@@ -14,6 +14,7 @@ from polyfed.data import SOURCES
 from polyfed.methods import METHODS
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
 from polyfed.server.scores import percent
+from polyfed.tune.records import Trial, Tuned
 
 _NEEDS = {"features": "same number of features", "head": "same head", "network": "same network"}
 
@@ -127,6 +128,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ["computation of the clients", quantity(summary["flops"]), "FLOPs"],
         ["time for training and server", f"{summary['seconds']:.1f}", "seconds"],
     ]
+    if "simulated_seconds" in summary:
+        rows.append(["simulated time of all rounds", f"{summary['simulated_seconds']:.1f}", "seconds"])
     table = _table([summary["method"], "", ""], rows)
     table.columns[0].no_wrap = False
     table.columns[1].justify = "right"
@@ -172,6 +175,26 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def trial_line(trial: Trial) -> str:
+    """One trial of a search in a line, as it comes."""
+    settings = "  ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in trial.settings.items()
+    )
+    outcome = f"validation {percent(trial.value)}" if trial.state != "failed" else f"failed: {trial.reason}"
+    return f"{trial.method} {trial.number + 1}  {outcome}{' (pruned)' * (trial.state == 'pruned')}  {settings}"
+
+
+def tuned_table(found: Sequence[Tuned]) -> Table:
+    """What a search found for each method."""
+    rows = [
+        [each.method, percent(each.best.value), str(each.best.number + 1), str(each.trials),
+         ", ".join(f"{name}={value}" for name, value in each.best.settings.items())]
+        for each in found
+    ]  # fmt: skip
+    return _table(["method", "validation", "best trial", "trials", "settings"], rows)
 
 
 def quantity(number: float) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from polyfed import confusion
 from polyfed.compute import out_of_memory
 from polyfed.config import Experiment, share_of
+from polyfed.devices import Clock, Device
 from polyfed.engines.base import Engine
-from polyfed.errors import RunError, clients_named
+from polyfed.errors import InputError, RunError, clients_named
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
@@ -65,8 +67,10 @@ class Federation:
         watcher: Watcher | None = None,
         *,
         device: torch.device | None = None,
+        devices: Mapping[int, Device] | None = None,
     ) -> None:
         self.config = config
+        self._clock = _new_clock(config, devices)
         self.method = method
         self.engine = engine
         self.folder = folder
@@ -145,9 +149,9 @@ class Federation:
         if self._scores_after(number) and self.method.kept_fresh:
             self._score_others(number, participants)
         with self.door.naming_causes(self.progress.sizes):
-            row, training_seconds = self._train_and_fuse(number, participants)
+            row, trained, training_seconds = self._train_and_fuse(number, participants)
         if self._evaluates(number):
-            row |= self._evaluate(number)
+            row |= self._evaluate(number, trained)
             self.folder.add_round(row)
         self.folder.add_event("round", **row, training_seconds=training_seconds)
         self.watcher.on_round(number, row if "accuracy_mean" in row else None)
@@ -169,8 +173,8 @@ class Federation:
         downloads = {client: self.download(client) for client in others}
         self._keep_scores(number, self.engine.evaluate(others, number, downloads) if others else {})
 
-    def _train_and_fuse(self, number: int, participants: list[int]) -> tuple[dict[str, Any], float]:
-        """The round without its evaluation: its record, and how many seconds clients trained.
+    def _train_and_fuse(self, number: int, participants: list[int]) -> tuple[dict[str, Any], set[int], float]:
+        """The round without its evaluation: its record, who trained, and for how many seconds.
 
         Messages live no longer than this: some are large.
         """
@@ -182,7 +186,8 @@ class Federation:
         trained = time.perf_counter()
         self.progress.stale |= set(participants)
         self._keep_scores(number, {r.client: r.evaluation for r in replies if r.evaluation is not None})
-        sound = self._sound(number, replies)
+        in_time, simulated = self._on_time(replies, downloads)
+        sound = self._sound(number, in_time)
         if len(sound) >= self.config.min_replies:
             self.method.aggregate(self.server, sound)
         self._note_remarks(replies)
@@ -193,6 +198,7 @@ class Federation:
             "download_bytes": sum(message.nbytes for message in downloads.values()),
             "flops": sum(reply.flops for reply in replies),
             "seconds": round(time.perf_counter() - begin, 4),
+            **simulated,
         }
         self.progress.add_costs(costs)
         losses = [reply.loss for reply in sound if math.isfinite(reply.loss)]
@@ -203,7 +209,23 @@ class Federation:
             "replies": len(sound),
             **costs,
         }
-        return row, round(trained - begin, 4)
+        return row, {reply.client for reply in replies if not reply.failure}, round(trained - begin, 4)
+
+    def _on_time(self, replies: list[Reply], downloads: Mapping[int, Message]) -> tuple[list[Reply], dict[str, float]]:
+        """The replies that come before the deadline, and how long the round lasts on the simulated clock if any."""
+        if self._clock is None:
+            return replies, {}
+        needed = {
+            reply.client: self._clock.devices[reply.client].seconds(
+                reply.flops, reply.message.nbytes, downloads[reply.client].nbytes
+            )
+            for reply in replies
+        }
+        late = self._clock.late(needed)
+        if late:
+            self._note_of(late, f"left out of the round, too slow for the deadline of {self._clock.deadline:g} s")
+        in_time = [reply for reply in replies if reply.client not in late]
+        return in_time, {"simulated_seconds": self._clock.round_seconds(needed.values())}
 
     def _note_remarks(self, replies: list[Reply]) -> None:
         """Record remarks on clients, one note for all clients with the same remark, and remarks on the server."""
@@ -212,15 +234,19 @@ class Federation:
             for note in reply.notes:
                 remarks.setdefault(note, []).append(reply.client)
         for note, clients in remarks.items():
-            self.note(f"{clients_named(clients)}: {note}", show=False, clients=clients)
-            unheard = [client for client in clients if f"client {client}: {note}" not in self._shown]
-            self._shown.update(f"client {client}: {note}" for client in unheard)
-            if unheard:
-                self.watcher.on_note(f"{clients_named(unheard)}: {note}")
+            self._note_of(clients, note)
         for note in self.engine.notes + self.server.notes:
             self.note(note)
         self.engine.notes.clear()
         self.server.notes.clear()
+
+    def _note_of(self, clients: list[int], note: str) -> None:
+        """Keep one note that is true of these clients, and show it of those of whom it has not been shown yet."""
+        self.note(f"{clients_named(clients)}: {note}", show=False, clients=clients)
+        unheard = [client for client in clients if f"client {client}: {note}" not in self._shown]
+        self._shown.update(f"client {client}: {note}" for client in unheard)
+        if unheard:
+            self.watcher.on_note(f"{clients_named(unheard)}: {note}")
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; each of the others is noted with its reason."""
@@ -236,7 +262,7 @@ class Federation:
         """Whether a participant is to be scored as it is after this round's training."""
         return self._evaluates(number) and self.config.evaluate == "after-training"
 
-    def _evaluate(self, number: int) -> dict[str, float]:
+    def _evaluate(self, number: int, trained: Collection[int]) -> dict[str, float]:
         """Score all clients that can be asked; one that has not changed, or is away, keeps its last score."""
         there = sorted(self.engine.available())
         if self.config.evaluate == "after-download":
@@ -245,27 +271,48 @@ class Federation:
             unknown = set(there) - set(self.progress.latest)
             fresh = self.engine.evaluate((self.progress.stale & set(there)) | unknown, number)
         self._keep_scores(number, fresh)
-        return self._record_evaluation(number, dict(sorted(self.progress.latest.items())))
+        # After a download clients are no longer as they were after training.
+        known = set(trained) - self.progress.stale if self.config.evaluate == "after-training" else set()
+        return self._record_evaluation(number, dict(sorted(self.progress.latest.items())), known)
 
     def _keep_scores(self, number: int, fresh: Mapping[int, Evaluation]) -> None:
+        if self.config.confusion == "none":
+            fresh = {client: score.without_confusion() for client, score in fresh.items()}
         self.progress.stale -= set(fresh)
         self.progress.latest |= fresh
         for client, score in fresh.items():  # a score that did not change is neither better nor worse
             best = self.progress.clients.setdefault(client, Best())
             best.add(number, score.accuracy(), score.validation_accuracy())
 
-    def _record_evaluation(self, number: int, latest: Mapping[int, Evaluation]) -> dict[str, float]:
+    def _record_evaluation(
+        self, number: int, latest: Mapping[int, Evaluation], trained: Collection[int]
+    ) -> dict[str, float]:
         if not latest:
             return dict.fromkeys(ACCURACIES, math.nan)
         rules = list(next(iter(latest.values())).test_correct)
         parts: tuple[Part, ...] = ("test", "validation")
         table = {(part, rule): summarise(latest, part, rule) for part in parts for rule in rules}
+        participants = {client: score for client, score in latest.items() if client in trained}
+        elapsed = self.progress.totals.get("simulated_seconds", math.nan)
         self.folder.add_evaluations(
-            {"round": number, "part": part, "rule": rule, **values} for (part, rule), values in table.items()
+            {
+                "round": number,
+                "part": part,
+                "rule": rule,
+                **values,
+                "accuracy_participants": summarise(participants, part, rule)["accuracy_mean"],
+                "simulated_seconds": elapsed,
+            }
+            for (part, rule), values in table.items()
         )
         own = rules[0]
         test, validation = table["test", own], table["validation", own]
         self.progress.federation.add(number, test["accuracy_mean"], validation["accuracy_mean"])
+        counts = {client: dict(score.confusion) for client, score in latest.items()}
+        if self.config.confusion == "every":
+            self.folder.add_confusion(confusion.rows(number, counts))
+        elif self.config.confusion == "ends" and self.progress.federation.best_validation_round == number:
+            self.progress.best_confusion = counts
         return test
 
     def _checkpoint_is_due(self, number: int) -> bool:
@@ -313,7 +360,28 @@ class Federation:
             "best_round": best.best_round,
             **self.progress.totals,
         }
+        if self.config.confusion == "ends":
+            self._record_ends()
         self.folder.finish(
             self.server.round, self.server.named_state(), self.progress.to_dict(), rows, self.engine.states, summary
         )
         return summary
+
+    def _record_ends(self) -> None:
+        """Write what was predicted as what in the round best on validation and in the last."""
+        best, last = self.progress.federation.best_validation_round, self.server.round
+        if best != last:
+            self.folder.add_confusion(confusion.rows(best, self.progress.best_confusion))
+        counts = {client: dict(score.confusion) for client, score in self.progress.latest.items()}
+        self.folder.add_confusion(confusion.rows(last, counts))
+
+
+def _new_clock(config: Experiment, devices: Mapping[int, Device] | None) -> Clock | None:
+    if config.devices is None:
+        return None
+    if devices is None:
+        raise InputError(
+            f"devices is {config.devices}, but only a simulation has a simulated clock, and these clients are real: "
+            "leave devices and deadline out."
+        )
+    return Clock(devices, config.deadline)

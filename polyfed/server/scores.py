@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from polyfed.confusion import Cells, as_text, from_text
 from polyfed.errors import InputError
 from polyfed.evaluation import Evaluation
 from polyfed.server.replies import Sizes
@@ -81,6 +82,8 @@ class Progress:
     """Clients that trained since they were last evaluated."""
     sizes: Sizes = field(default_factory=Sizes)
     """How large replies were, so that a resumed run refuses the same ones."""
+    best_confusion: dict[int, dict[str, Cells]] = field(default_factory=dict)
+    """By client and rule, what was predicted as what in the round that is best on validation."""
 
     def add_costs(self, costs: Mapping[str, float]) -> None:
         """Add a round's costs to the totals."""
@@ -92,10 +95,14 @@ class Progress:
         return {
             "federation": self.federation.to_dict(),
             "clients": {str(client): best.to_dict() for client, best in self.clients.items()},
-            "latest": {str(client): asdict(score) for client, score in self.latest.items()},
+            "latest": {str(client): score.to_dict() for client, score in self.latest.items()},
             "totals": self.totals,
             "stale": sorted(self.stale),
             "sizes": self.sizes.to_dict(),
+            "best_confusion": {
+                str(client): {rule: as_text(cells) for rule, cells in counts.items()}
+                for client, counts in self.best_confusion.items()
+            },
         }
 
     @staticmethod
@@ -105,10 +112,14 @@ class Progress:
             return Progress(
                 Best.from_dict(values["federation"]),
                 {int(client): Best.from_dict(best) for client, best in values["clients"].items()},
-                {int(client): Evaluation(**score) for client, score in values["latest"].items()},
+                {int(client): Evaluation.from_dict(score) for client, score in values["latest"].items()},
                 dict(values["totals"]),
                 set(values["stale"]),
                 Sizes.from_dict(values["sizes"]) if "sizes" in values else Sizes(),
+                {
+                    int(client): {rule: from_text(text) for rule, text in counts.items()}
+                    for client, counts in values.get("best_confusion", {}).items()
+                },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(

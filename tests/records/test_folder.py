@@ -18,7 +18,7 @@ from tests import support
 
 
 def new_folder(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path / "run", experiment(method="standalone"))
+    return RunFolder.create(tmp_path / "run", experiment(method="standalone", confusion="every"))
 
 
 def row(round: int, **values: Any) -> dict[str, Any]:
@@ -44,10 +44,12 @@ def test_columns_are_the_documented_ones(tmp_path: Path) -> None:
         "accuracy_at_best_validation,accuracy_best"
     )
     assert heads["evaluations"] == (
-        "round,part,rule,accuracy_mean,accuracy_weighted,accuracy_std,accuracy_worst_decile"
+        "round,part,rule,accuracy_mean,accuracy_weighted,accuracy_std,accuracy_worst_decile,accuracy_participants,"
+        "simulated_seconds"
     )
     assert (",".join(ROUND_COLUMNS), ",".join(CLIENT_COLUMNS)) == (heads["rounds"], heads["clients"])
     assert ",".join(EVALUATION_COLUMNS) == heads["evaluations"]
+    assert (path / "confusion.csv").read_text().startswith("round,rule,client,true,predicted,count\n")
 
 
 def test_the_folder_of_a_finished_run_is_complete(tmp_path: Path) -> None:
@@ -56,8 +58,8 @@ def test_the_folder_of_a_finished_run_is_complete(tmp_path: Path) -> None:
     folder = RunFolder.open(federation.folder.path)
     names = {path.name for path in folder.path.iterdir()}
     assert names == {
-        "config.yaml", "run.json", "rounds.csv", "evaluations.csv", "clients.csv", "summary.json", "events.jsonl",
-        "models",
+        "config.yaml", "run.json", "rounds.csv", "evaluations.csv", "confusion.csv", "clients.csv", "summary.json",
+        "events.jsonl", "models",
     }  # fmt: skip
     assert sorted(path.name for path in (folder.path / "models").iterdir()) == [
         *(f"client-000{client}.safetensors" for client in range(3)), "server.safetensors",
@@ -94,6 +96,7 @@ def add(folder: RunFolder, round: int) -> None:
     """All records of a round."""
     folder.add_round(row(round))
     folder.add_evaluations({**dict.fromkeys(EVALUATION_COLUMNS, 0), "round": round, "part": p} for p in "ab")
+    folder.add_confusion((round, "classifier", 0, true, 1, 11) for true in range(3))
     folder.add_event("round", round=round, note="words " * 10)
 
 
@@ -187,7 +190,7 @@ def test_rows_that_are_lost_for_good_are_counted(tmp_path: Path, name: str, harm
         HARMS[harm](path)
     folder = RunFolder.open(folder.path)
     (note,) = folder.restore()[1]
-    rows = {"rounds.csv": 2, "evaluations.csv": 4, "events.jsonl": 2}[name]
+    rows = {"rounds.csv": 2, "evaluations.csv": 4, "events.jsonl": 2, "confusion.csv": 6}[name]
     assert re.fullmatch(rf"{name} and its copy .* are damaged: \d of {rows} rows could be saved", note)
     add(folder, 3)
     assert recorded(folder)[0][-1] == 3
@@ -304,3 +307,42 @@ def test_an_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:
         folder.summary()
     with pytest.raises(InputError, match="no clients.csv yet"):
         folder.clients()
+
+
+# Runs that started with an earlier version ----------------------------------------------------------------------------
+
+
+def make_earlier(run: Path) -> None:
+    """Turn a run's records into those that polyfed 0.1 wrote: fewer columns, no confusion.csv."""
+    (run / "confusion.csv").unlink()
+    (run / "checkpoint" / "confusion.csv").unlink(missing_ok=True)
+    lines = [line.split(",")[:7] for line in (run / "evaluations.csv").read_text().splitlines()]
+    (run / "evaluations.csv").write_text("".join(",".join(line) + "\n" for line in lines))
+
+
+def test_an_earlier_finished_run_can_be_read(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "standalone")
+    federation.run()
+    run = federation.folder.path
+    make_earlier(run)
+    content = json.loads((run / "run.json").read_text())
+    del content["finished"]["records"]["confusion.csv"]
+    (run / "run.json").write_text(json.dumps(content))
+    folder = RunFolder.open(run)
+    assert folder.summary()["rounds"] == 2
+    assert "accuracy_participants" not in folder.evaluations()
+    assert folder.damage() == ["evaluations.csv has changed since the run ended, with 4 rows then"]  # by this test
+    with pytest.raises(InputError, match="has recorded no confusion counts"):
+        folder.confusion()
+
+
+def test_rows_of_an_earlier_run_keep_its_columns(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    make_earlier(folder.path)
+    folder = RunFolder.open(folder.path)
+    folder.restore()
+    add(folder, 1)
+    assert folder.evaluations().columns.tolist() == list(EVALUATION_COLUMNS[:7])
+    assert len(folder.evaluations()) == 2
+    save(folder, 1)
+    assert RunFolder.open(folder.path).restore()[1] == []

@@ -92,6 +92,8 @@ def test_sites_give_the_numbers_of_a_simulation(tmp_path: Path, method: Any) -> 
         assert own.keys() == expected.keys()
         assert all(torch.equal(own[key], expected[key]) for key in own), name
     assert not list((tmp_path / "run" / "models").glob("client*"))  # private models stay with the sites
+    with pytest.raises(polyfed.InputError, match="no confusion counts"):  # and so do the labels
+        apart.folder.confusion()
 
 
 @pytest.mark.parametrize("method", polyfed.METHODS)
@@ -116,6 +118,8 @@ def test_only_what_is_agreed_on_goes_over_the_wire(tmp_path: Path, method: str) 
             assert known.keys() <= {"round", "loss", "flops", "evaluation"}
         else:
             assert known.keys() == {"evaluation"}
+        if "evaluation" in known:  # how many are predicted correctly, not of which class
+            assert known["evaluation"].keys() == {"test", "validation", "test_correct", "validation_correct"}
         if is_answer and message:
             sent = Message.from_bytes(message)
             assert sent.tensors.keys() <= schema.tensors.keys() and sent.metadata.keys() <= schema.metadata.keys()
@@ -337,6 +341,8 @@ def test_facts_that_make_no_sense_are_a_failed_reply(tmp_path: Path, facts: Mapp
         None, 3, {"test": 5}, {"test": 5, "validation": 0, "test_correct": {"a": 6}, "validation_correct": {"a": 0}},
         {"test": 5, "validation": 0, "test_correct": {"a": -1}, "validation_correct": {"a": 0}},
         {"test": 5, "validation": 0, "test_correct": {}, "validation_correct": {}},
+        {"test": 5, "validation": 0, "test_correct": {"a": 5}, "validation_correct": {"a": 0}, "confusion": {"a": "x"}},
+        {"test": 5, "validation": 0, "test_correct": {"a": 5}, "validation_correct": {"a": 0}, "labels": [3]},
     ],
 )  # fmt: skip
 def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:

@@ -33,6 +33,9 @@ def test_a_summary_has_every_number_with_its_round_or_unit() -> None:
     assert shown["communication, down"] == ["999 ", "floats, 4.10 kB"]
     assert shown["computation of the clients"] == ["1.50 T", "FLOPs"]
     assert shown["time for training and server"] == ["12.3", "seconds"]
+    assert "simulated time of all rounds" not in shown
+    shown = {row[0]: row[1:] for row in rows(tables.summary_table({**SUMMARY, "simulated_seconds": 61.25}))}
+    assert shown["simulated time of all rounds"] == ["61.2", "seconds"]
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])

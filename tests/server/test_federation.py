@@ -145,6 +145,38 @@ def test_scores_after_the_next_download_are_others_and_leave_no_trace(tmp_path: 
     assert downloaded.engine.rounds == [2, 3]  # type: ignore[attr-defined]
 
 
+def test_participants_are_scored_apart_right_after_training(tmp_path: Path) -> None:
+    """Two of eight clients train in a round; the mean over these two alone, by every rule and in both parts."""
+    settings = {"clients": 8, "participation": 0.25, "rounds": 3, "split": "6:2:2"}
+    federation = support.federation(tmp_path, "fedproto", **settings)
+    federation.run()
+    chosen = federation.participants(3)
+    last = federation.folder.evaluations().query("round == 3").set_index(["part", "rule"])
+    for (part, rule), row in last.iterrows():
+        scores = [federation.progress.latest[client] for client in chosen]
+        own = [s.accuracy(rule) if part == "test" else s.validation_accuracy(rule) for s in scores]
+        assert row.accuracy_participants == pytest.approx(sum(own) / 2)
+    assert (last.accuracy_participants != last.accuracy_mean).any()
+    everyone = support.federation(tmp_path / "all", "fedproto", split="6:2:2")
+    everyone.run()
+    found = everyone.folder.evaluations()
+    assert found.accuracy_participants.equals(found.accuracy_mean)
+
+
+def test_participants_after_a_download_are_not_known(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "lg-fedavg", evaluate="after-download")
+    federation.run()
+    assert federation.folder.evaluations().accuracy_participants.isna().all()
+
+
+def test_a_participant_without_an_answer_is_not_scored_as_one(tmp_path: Path) -> None:
+    federation = support.federation(tmp_path, "lg-fedavg", engine=Faulty, rounds=1, clients=2)
+    federation.engine.silent = (1,)  # type: ignore[attr-defined]
+    federation.run()
+    own = federation.folder.evaluations().query("part == 'test'").accuracy_participants
+    assert own.tolist() == [federation.progress.latest[0].accuracy()]
+
+
 def test_fedavg_on_one_client_is_standalone(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"clients": 1, "classes_per_client": 4, "models": (support.Normed,), "rounds": 3}
     alone, averaged = (support.federation(tmp_path / method, method, **settings) for method in ("standalone", "fedavg"))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.compute import out_of_memory, precision
+from polyfed.confusion import Cells, count_each
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
@@ -244,26 +245,26 @@ def collect(population: Population, data: ClientData, net: ClientNetwork) -> Cla
 
 
 def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluation:
-    """Count correct predictions on the client's test and validation samples."""
+    """Count what is predicted as what, of the client's test and validation samples."""
     data = population.data[client]
     net.eval()
     with torch.no_grad():
-        test, validation = (correct_predictions(population, net, part) for part in (data.test, data.validation))
-        rules = test or validation or correct_predictions(population, net, data.train[:1])
-    return Evaluation(
-        len(data.test),
-        len(data.validation),
-        test or dict.fromkeys(rules, 0),
-        validation or dict.fromkeys(rules, 0),
-    )
+        test, validation = (counted_predictions(population, net, part) for part in (data.test, data.validation))
+        rules = test or validation or counted_predictions(population, net, data.train[:1])
+    none: dict[str, Cells] = dict.fromkeys(rules, ())
+    return Evaluation.of(test or none, validation or none)
 
 
-def correct_predictions(population: Population, net: ClientNetwork, samples: Tensor) -> dict[str, int]:
-    """How many of these samples each rule predicts correctly; empty if there are no samples."""
-    correct: dict[str, Tensor] = {}
+def counted_predictions(population: Population, net: ClientNetwork, samples: Tensor) -> dict[str, Cells]:
+    """What each rule predicts these samples as, counted by class; empty if there are no samples."""
+    true: list[Tensor] = []
+    predicted: dict[str, list[Tensor]] = {}
     for chunk in samples.split(EVALUATION_BATCH) if len(samples) else ():
         x, y = population.dataset.batch(chunk, population.device)
+        true.append(y)
         for rule, scores in population.method.predict(net, x).items():
-            right = (scores.argmax(1) == y).sum()
-            correct[rule] = correct[rule] + right if rule in correct else right
-    return {rule: int(count) for rule, count in correct.items()}
+            predicted.setdefault(rule, []).append(scores.argmax(1))
+    if not true:
+        return {}
+    tables = torch.stack([torch.cat(part) for part in (true, *predicted.values())]).cpu().numpy()
+    return {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(predicted, tables[1:], strict=True)}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from polyfed.confusion import Cells, count_each
 from polyfed.data import Dataset
 from polyfed.engines.stacked.step import Applied, for_each
 from polyfed.evaluation import Evaluation
@@ -85,27 +86,23 @@ def collect(
 def evaluate(
     population: Population, clients: Sequence[int], network: ClientNetwork, state: State
 ) -> dict[int, Evaluation]:
-    """Count correct predictions on all clients' test and validation samples."""
-    counts: list[dict[str, list[int]]] = []
+    """Count what is predicted as what, of all clients' test and validation samples."""
+    counts: list[dict[str, list[Cells]]] = []
     for part in ("test", "validation"):
         rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
-        right: dict[str, Tensor] = {}
-        for chunk, scores in in_chunks(population.dataset, network, state, rows, population.method.predict):
+        predicted: dict[str, list[Tensor]] = {}
+        for _, scores in in_chunks(population.dataset, network, state, rows, population.method.predict):
             assert isinstance(scores, dict)
-            labels = torch.where(chunk >= 0, population.dataset.labels[chunk.clamp(min=0)], -1)
             for rule, values in scores.items():
-                hits = (values.argmax(-1) == labels).sum(1)
-                right[rule] = right[rule] + hits if rule in right else hits
-        counts.append({rule: hits.tolist() for rule, hits in right.items()})
+                predicted.setdefault(rule, []).append(values.argmax(-1))
+        true = torch.where(rows >= 0, population.dataset.labels[rows.clamp(min=0)], -1)
+        # One transfer from a GPU, and one sort of all clients' samples.
+        tables = torch.stack([true, *(torch.cat(parts, 1) for parts in predicted.values())]).cpu().numpy()
+        counts.append({rule: count_each(tables[0], own) for rule, own in zip(predicted, tables[1:], strict=True)})
     rules = list(counts[0] or counts[1]) or own_rules(population, clients[:1], network, state)
-    none = [0] * len(clients)
+    none: list[Cells] = [()] * len(clients)
     return {
-        client: Evaluation(
-            len(population.data[client].test),
-            len(population.data[client].validation),
-            {rule: counts[0].get(rule, none)[i] for rule in rules},
-            {rule: counts[1].get(rule, none)[i] for rule in rules},
-        )
+        client: Evaluation.of(*({rule: part.get(rule, none)[i] for rule in rules} for part in counts))
         for i, client in enumerate(clients)
     }
 

@@ -1,0 +1,102 @@
+"""What clients confuse: how many samples of a class are predicted as which class, and the scores that follow.
+
+A client's counts are sparse: of all pairs of classes only those that occur. A class of which a client has no test
+samples has no score there and is left out of that client's means, even if it is predicted by mistake; the mistake
+counts against the true class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+
+Cells: TypeAlias = tuple[tuple[int, int, int], ...]
+"""True class, predicted class and how many samples, in rising order; pairs that do not occur are left out."""
+Table: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+COLUMNS = ("round", "rule", "client", "true", "predicted", "count")
+GROUP = ["round", "rule", "client"]
+
+
+def count_each(true: Table, predicted: Table) -> list[Cells]:
+    """The counts of many clients at once: a row per client, a column per sample, a true class of −1 where it has fewer.
+
+    >>> count_each(np.array([[3, 3, 5], [0, -1, -1]]), np.array([[3, 4, 3], [0, 0, 0]]))
+    [((3, 3, 1), (3, 4, 1), (5, 3, 1)), ((0, 0, 1),)]
+    """
+    rows, columns = np.nonzero(true >= 0)
+    classes, width = (int(table.max(initial=0)) + 1 for table in (true, predicted))
+    keys = (rows * classes + true[rows, columns]) * width + predicted[rows, columns]
+    found, counts = np.unique(keys, return_counts=True)
+    edges = np.searchsorted(found, np.arange(len(true) + 1) * classes * width).tolist()
+    within = found % (classes * width)
+    cells = list(zip((within // width).tolist(), (within % width).tolist(), counts.tolist(), strict=True))
+    return [tuple(cells[begin:end]) for begin, end in zip(edges, edges[1:], strict=False)]
+
+
+def samples(cells: Cells) -> int:
+    """How many samples were counted."""
+    return sum(count for _, _, count in cells)
+
+
+def correct(cells: Cells) -> int:
+    """How many of them are predicted correctly."""
+    return sum(count for true, predicted, count in cells if true == predicted)
+
+
+def as_text(cells: Cells) -> str:
+    """Counts as one short text, for a checkpoint.
+
+    >>> as_text(((3, 3, 1), (3, 4, 2)))
+    '3 3 1 3 4 2'
+    """
+    return " ".join(str(number) for cell in cells for number in cell)
+
+
+def from_text(text: str) -> Cells:
+    """What `as_text` gave.
+
+    >>> from_text("3 3 1 3 4 2")
+    ((3, 3, 1), (3, 4, 2))
+    """
+    numbers = [int(number) for number in text.split()]
+    return tuple(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+
+
+def rows(round: int, counts: Mapping[int, Mapping[str, Cells]]) -> Iterator[tuple[int | str, ...]]:
+    """The rows of confusion.csv for one round, from the counts by client and rule."""
+    rules = dict.fromkeys(rule for own in counts.values() for rule in own)
+    for rule in rules:
+        for client, own in sorted(counts.items()):
+            yield from ((round, rule, client, *cell) for cell in own.get(rule, ()))
+
+
+def class_scores(counts: pd.DataFrame) -> pd.DataFrame:
+    """Scores of each class of which a client has test samples, from the rows of confusion.csv.
+
+    `accuracy` is the share of the class's own samples that are predicted correctly. `f1` is 2·TP / (2·TP + FP + FN):
+    TP samples of the class are predicted as it, FN as others, and FP samples of others are predicted as this class.
+    """
+    hits = counts[counts["true"] == counts["predicted"]]
+    keys = [*GROUP, "class"]
+    own = _summed(counts, "true", keys, "samples")
+    table = own.join(_summed(hits, "true", keys, "correct")).join(_summed(counts, "predicted", keys, "predicted"))
+    table = table.fillna(0).astype("int64")
+    table["accuracy"] = table["correct"] / table["samples"]
+    table["f1"] = 2 * table["correct"] / (table["samples"] + table.pop("predicted"))
+    return table.reset_index()
+
+
+def client_scores(counts: pd.DataFrame) -> pd.DataFrame:
+    """Scores of each client: accuracy, and the plain means over its classes of accuracy (balanced) and F1 (macro)."""
+    by_client = class_scores(counts).groupby(GROUP, sort=False)
+    totals, means = by_client[["samples", "correct"]].sum(), by_client[["accuracy", "f1"]].mean()
+    totals["accuracy"] = totals["correct"] / totals["samples"]
+    return totals.join(means.set_axis(["balanced_accuracy", "macro_f1"], axis=1)).reset_index()
+
+
+def _summed(counts: pd.DataFrame, by: str, keys: list[str], name: str) -> pd.DataFrame:
+    """How many samples there are of each class, by its true or by its predicted class."""
+    return counts.rename(columns={by: "class"}).groupby(keys, sort=False)["count"].sum().to_frame(name)

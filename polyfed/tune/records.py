@@ -1,0 +1,158 @@
+"""What a search leaves on disk: its plan, every trial, the curves of trials, and the best settings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import yaml
+
+from polyfed.errors import InputError
+from polyfed.records import disk
+from polyfed.records.rows import as_csv
+from polyfed.yaml_text import parse_yaml
+
+State: TypeAlias = Literal["finished", "pruned", "failed"]
+TRIALS = ("method", "trial", "state", "validation_accuracy", "best_so_far", "seconds", "settings", "reason")
+CURVES = ("method", "trial", "round", "validation_accuracy")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One tried combination of settings."""
+
+    method: str
+    number: int
+    settings: Mapping[str, Any]
+    state: State
+    value: float = math.nan
+    """Mean validation accuracy over the seeds of the search; of a pruned trial what it had reached."""
+    seconds: float = 0.0
+    reason: str = ""
+    curve: Mapping[int, float] = field(default_factory=dict)
+    """Validation accuracy of the first seed by round."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search found for one method."""
+
+    method: str
+    best: Trial
+    trials: int
+    file: Path
+    """An experiment file with the best settings, for `polyfed run` and `polyfed compare`."""
+
+
+class TuneFolder:
+    """The folder of a search. Trials are the only state: a search that was stopped continues from them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trials: list[Trial] = []
+
+    @staticmethod
+    def claim(path: Path, plan: Mapping[str, Any]) -> TuneFolder:
+        """The folder for this search: a new one, or that of the same search with other methods or fewer trials."""
+        file = path / "tune.yaml"
+        if file.exists():
+            found = _read_plan(file)
+            for name in {**found, **plan}:
+                if found.get(name) != plan.get(name):
+                    raise InputError(
+                        f"'{path}' holds a search with {name} {found.get(name)!r}, not {plan.get(name)!r}: choose "
+                        "another folder with --out, or the same settings."
+                    )
+        elif path.exists() and any(path.iterdir()):
+            raise InputError(f"'{path}' is not empty and holds no search: choose another folder with --out.")
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            disk.write(file, yaml.safe_dump(dict(plan), sort_keys=False))
+        folder = TuneFolder(path)
+        folder.trials = folder._read_trials()
+        return folder
+
+    def of(self, method: str) -> list[Trial]:
+        """A method's trials in their order."""
+        return [trial for trial in self.trials if trial.method == method]
+
+    def best(self, method: str) -> Trial | None:
+        """The finished trial with the highest validation accuracy; the first of equals."""
+        done = [trial for trial in self.of(method) if trial.state == "finished"]
+        return max(done, key=lambda trial: trial.value, default=None)
+
+    def add(self, trial: Trial) -> None:
+        """Keep a trial; it counts as soon as it is on disk."""
+        self.trials.append(trial)
+        # The curves first: a trial without its curve could not be pruned against, a curve without its trial is ignored.
+        disk.write(self.path / "curves.csv", as_csv([CURVES, *self._curve_rows()]))
+        disk.write(self.path / "trials.csv", as_csv([TRIALS, *self._trial_rows()]))
+
+    def write_best(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Write an experiment file with the best settings of a method."""
+        file = self.path / name
+        disk.write(file, yaml.safe_dump(dict(content), sort_keys=False))
+        return file
+
+    def _trial_rows(self) -> Iterable[Sequence[Any]]:
+        best: dict[str, float] = {}
+        for trial in self.trials:
+            if trial.state == "finished":
+                best[trial.method] = max(trial.value, best.get(trial.method, -math.inf))
+            yield (
+                trial.method, trial.number, trial.state, trial.value, best.get(trial.method, math.nan),
+                round(trial.seconds, 2), json.dumps(trial.settings), trial.reason,
+            )  # fmt: skip
+
+    def _curve_rows(self) -> Iterable[Sequence[Any]]:
+        for trial in self.trials:
+            for number, value in trial.curve.items():
+                yield trial.method, trial.number, number, value
+
+    def _read_trials(self) -> list[Trial]:
+        if not (self.path / "trials.csv").exists():
+            return []
+        try:
+            curves: dict[tuple[str, int], dict[int, float]] = {}
+            for row in self._rows("curves.csv"):
+                curve = curves.setdefault((row["method"], int(row["trial"])), {})
+                curve[int(row["round"])] = float(row["validation_accuracy"])
+            return [
+                Trial(
+                    row["method"], int(row["trial"]), json.loads(row["settings"]), _state(row["state"]),
+                    float(row["validation_accuracy"]), float(row["seconds"]), row["reason"],
+                    curves.get((row["method"], int(row["trial"])), {}),
+                )
+                for row in self._rows("trials.csv")
+            ]  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"the trials in '{self.path}' can't be read ({' '.join(str(error).split())}): restore trials.csv and "
+                "curves.csv, or choose another folder with --out."
+            ) from error
+
+    def _rows(self, name: str) -> list[dict[str, str]]:
+        with (self.path / name).open(newline="") as file:
+            return list(csv.DictReader(file))
+
+
+def _state(text: str) -> State:
+    for state in get_args(State):
+        if text == state:
+            return state  # type: ignore[no-any-return]
+    raise ValueError(f"unknown state '{text}'")
+
+
+def _read_plan(file: Path) -> dict[str, Any]:
+    try:
+        content = parse_yaml(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"'{file}' can't be read: restore it, or choose another folder with --out.") from error
+    if not isinstance(content, dict):
+        raise InputError(f"'{file}' does not describe a search: restore it, or choose another folder with --out.")
+    return content

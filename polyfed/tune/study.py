@@ -1,0 +1,327 @@
+"""One trial after another: suggest settings, run them with every seed of the search, keep what validation says.
+
+Optuna suggests and prunes; what was tried is kept in trials.csv and told to a fresh study at every start, so that a
+search that was stopped continues exactly as if it had not been. Test samples are never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyfed import api
+from polyfed.compare.plan import nested
+from polyfed.config import experiment as checked
+from polyfed.config import merged
+from polyfed.errors import DivergedError, InputError, RunError
+from polyfed.methods import find_method
+from polyfed.records import RunFolder
+from polyfed.seeds import derive
+from polyfed.server.federation import Interrupted, Watcher
+from polyfed.tune.records import Trial, Tuned, TuneFolder
+from polyfed.tune.space import (
+    Choices,
+    Domain,
+    Sampler,
+    Space,
+    applied,
+    check_space,
+    grid_points,
+    of_method,
+    search_space,
+)
+
+if TYPE_CHECKING:
+    import optuna
+
+SEEDS = (100, 101)
+"""The seeds of a search: not those of a comparison, so that what is reported was not also what was chosen by."""
+STARTUP = 5
+"""Trials of a method before TPE has something to learn from, and before any is pruned."""
+
+
+def tune(
+    methods: Sequence[str],
+    *,
+    out: str | Path,
+    trials: int = 20,
+    seeds: Sequence[int] = SEEDS,
+    sampler: Sampler = "tpe",
+    search: Mapping[str, Domain] | None = None,
+    prune: bool = True,
+    keep_runs: bool = False,
+    watcher: Watcher | None = None,
+    tell: Callable[[Trial], None] = lambda trial: None,
+    note: Callable[[str], None] = lambda text: None,
+    **settings: Any,
+) -> list[Tuned]:
+    """Search for the best settings of each method by validation accuracy, with as many trials for each.
+
+    `search` maps settings to `Choices` or a `Range`; without it the common training settings and each method's own grid
+    are searched. `out` keeps every trial: the same call continues a search that was stopped, and more trials extend it.
+    `tell` is called after each trial, `watcher` is told of every run.
+
+    >>> tune(["fedproto", "standalone"], out="search", trials=10, rounds=10)           # doctest: +SKIP
+    """
+    _need_optuna()
+    given = dict(search or {})
+    _check(methods, trials, seeds, given, settings)
+    plan = {
+        "settings": {
+            **checked(**{**settings, "method": "standalone"}).model_dump(mode="json", exclude={"method", "seed"}),
+            "method": dict(settings.get("method", {})),
+        },
+        "seeds": list(seeds), "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
+        "prune": prune,
+    }  # fmt: skip
+    folder = TuneFolder.claim(Path(out), plan)
+    found = []
+    for method in methods:
+        space = search_space(method, given, sampler)
+        study = _Study(folder, method, space, sampler, seeds, settings, prune, keep_runs, watcher or Watcher())
+        count = min(trials, study.most)
+        if count < trials:
+            note(f"{method}: the grid has {study.most} combinations, so {count} trials are all there are.")
+        for trial in study.run(count):
+            tell(trial)
+        best = folder.best(method)
+        if best is None:
+            reason = next((trial.reason for trial in folder.of(method) if trial.reason), "all were pruned")
+            raise RunError(f"no trial of {method} finished ({reason}).")
+        content = _best_settings(best, settings, seeds, len(folder.of(method)))
+        found.append(Tuned(method, best, len(folder.of(method)), folder.write_best(f"best-{method}.yaml", content)))
+    contents = {each.method: _best_settings(each.best, settings, seeds, each.trials) for each in found}
+    folder.write_best("best.yaml", contents[methods[0]] if len(methods) == 1 else {"methods": contents})
+    return found
+
+
+class _Study:
+    """The search of one method."""
+
+    def __init__(
+        self,
+        folder: TuneFolder,
+        method: str,
+        space: Space,
+        sampler: Sampler,
+        seeds: Sequence[int],
+        settings: Mapping[str, Any],
+        prune: bool,
+        keep_runs: bool,
+        watcher: Watcher,
+    ) -> None:
+        self.folder, self.method, self.space, self.seeds = folder, method, space, seeds
+        self.settings, self.keep_runs, self.watcher = of_method(method, settings), keep_runs, watcher
+        self.points = grid_points(space, seeds[0], method) if sampler == "grid" else None
+        self.prune = prune
+        self.study = _new_study()
+        for trial in folder.of(method):
+            self._told(trial)
+
+    @property
+    def most(self) -> int | float:
+        """How many trials there can be."""
+        if self.points is not None:
+            return len(self.points)
+        return 1 if not self.space else math.inf
+
+    def run(self, count: float) -> Any:
+        """Run trials until there are that many; yields each."""
+        while len(self.folder.of(self.method)) < count:
+            trial = self._trial(len(self.folder.of(self.method)))
+            self.folder.add(trial)
+            self._told(trial)
+            if not self.keep_runs:
+                self._remove_runs(trial.number)
+            yield trial
+
+    def _trial(self, number: int) -> Trial:
+        begin = time.perf_counter()
+        asked, values = self._suggest(number)
+        trial = Trial(self.method, number, values, "finished")
+        try:
+            config = applied(self.settings, values)
+            scores: list[float] = []
+            curve: dict[int, float] = {}
+            for seed in self.seeds:
+                watcher = _Pruner(self.watcher, asked if self.prune and not scores and number >= STARTUP else None)
+                curve_of_seed = self._run(number, config.model_copy(update={"seed": seed}), watcher)
+                curve = curve or curve_of_seed
+                scores.append(curve_of_seed[max(curve_of_seed)])
+                if watcher.pruned:
+                    trial = replace(trial, state="pruned")
+                    break
+            trial = replace(trial, value=sum(scores) / len(scores), curve=curve)
+        except (DivergedError, InputError) as error:
+            # Settings that can't be trained are part of a search; anything else (a full disk, a stop) ends it.
+            trial = replace(trial, state="failed", reason=str(error))
+        return replace(trial, seconds=time.perf_counter() - begin)
+
+    def _run(self, number: int, config: Any, watcher: _Pruner) -> dict[int, float]:
+        """Validation accuracy by round of one run, which continues if it was interrupted."""
+        path = self.folder.path / "runs" / _run_name(self.method, number, config.seed)
+        try:
+            if (path / "run.json").exists():
+                api.resume(path, watcher=watcher, trust=True)
+            else:
+                path.parent.mkdir(exist_ok=True)
+                api.run(**config.model_dump(), out=path, watcher=watcher)
+        except Interrupted:
+            if not watcher.pruned:
+                raise
+        found = validation_curve(RunFolder.open(path))
+        if not found or math.isnan(found[max(found)]):
+            raise RunError(
+                "clients have no validation samples, so there is nothing to choose by: use a split with a validation "
+                "part, such as 8:1:1."
+            )
+        return found
+
+    def _suggest(self, number: int) -> tuple[optuna.trial.Trial, dict[str, Any]]:
+        import optuna
+
+        if self.points is not None:
+            self.study.enqueue_trial(_keys(self.points[number]))
+        # A seed for each trial, so that what is suggested depends only on the trials before it.
+        seed = derive(self.seeds[0], "tune", "suggest", self.method, number) % 2**32
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP, multivariate=True)
+        asked = self.study.ask(self._distributions())
+        return asked, {name: self._value(name, asked.params[name]) for name in self.space}
+
+    def _told(self, trial: Trial) -> None:
+        """Let the study know a trial as it is recorded."""
+        import optuna
+        from optuna.trial import TrialState
+
+        states = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+        for open_trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            self.study.tell(open_trial.number, state=TrialState.FAIL)
+        self.study.add_trial(
+            optuna.trial.create_trial(
+                state=states[trial.state],
+                params={name: self._key(name, trial.settings[name]) for name in self.space},
+                distributions=self._distributions(),
+                value=trial.value if trial.state == "finished" else None,
+                intermediate_values=dict(trial.curve),
+            )
+        )
+
+    def _distributions(self) -> dict[str, optuna.distributions.BaseDistribution]:
+        from optuna import distributions
+
+        found: dict[str, Any] = {}
+        for name, domain in self.space.items():
+            if isinstance(domain, Choices):
+                found[name] = distributions.CategoricalDistribution([_text(value) for value in domain.values])
+            elif domain.whole:
+                found[name] = distributions.IntDistribution(int(domain.low), int(domain.high), log=domain.log)
+            else:
+                found[name] = distributions.FloatDistribution(domain.low, domain.high, log=domain.log)
+        return found
+
+    def _value(self, name: str, key: Any) -> Any:
+        """A setting's value from what the study calls it: choices go by their texts, which may stand for anything."""
+        domain = self.space[name]
+        return key if not isinstance(domain, Choices) else {_text(value): value for value in domain.values}[key]
+
+    def _key(self, name: str, value: Any) -> Any:
+        return _text(value) if isinstance(self.space[name], Choices) else value
+
+    def _remove_runs(self, number: int) -> None:
+        """Remove the runs of a finished trial: models of hundreds of trials would fill a disk."""
+        for seed in self.seeds:
+            path = self.folder.path / "runs" / _run_name(self.method, number, seed)
+            if (path / "run.json").is_file():
+                shutil.rmtree(path)
+
+
+class _Pruner(Watcher):
+    """Passes everything on, and stops a run that is worse than the median of its method's earlier trials."""
+
+    def __init__(self, outer: Watcher, trial: optuna.trial.Trial | None) -> None:
+        self._outer, self._trial, self._reported = outer, trial, 0
+        self.pruned = False
+
+    @property
+    def stop_requested(self) -> bool:  # type: ignore[override]
+        return self.pruned or self._outer.stop_requested
+
+    def on_start(self, config: Any, first_round: int) -> None:
+        self._outer.folder = self.folder
+        self._outer.on_start(config, first_round)
+
+    def on_client(self, round: int, client: int) -> None:
+        self._outer.on_client(round, client)
+
+    def on_note(self, note: str) -> None:
+        self._outer.on_note(note)
+
+    def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+        self._outer.on_round(round, row)
+        if row is None or self._trial is None or self.folder is None:
+            return
+        curve = validation_curve(RunFolder.open(self.folder))
+        for number, value in list(curve.items())[self._reported :]:
+            self._trial.report(value, number)
+        self._reported = len(curve)
+        self.pruned = self.pruned or self._trial.should_prune()
+
+
+def validation_curve(folder: RunFolder) -> dict[int, float]:
+    """Mean validation accuracy over clients by round, by the method's own rule."""
+    rows = folder.evaluations()
+    rows = rows[rows.part == "validation"].drop_duplicates("round")  # the own rule comes first
+    return {int(r): float(v) for r, v in zip(rows["round"], rows.accuracy_mean, strict=True)}
+
+
+def _new_study() -> optuna.Study:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=1)
+    return optuna.create_study(direction="maximize", pruner=pruner)
+
+
+def _best_settings(best: Trial, settings: Mapping[str, Any], seeds: Sequence[int], trials: int) -> dict[str, Any]:
+    """An experiment: what the search was given, with the best values laid over it, and where they come from."""
+    content = merged(of_method(best.method, settings), nested(best.settings))
+    origin = {"validation_accuracy": round(best.value, 6), "trials": trials, "seeds": list(seeds)}
+    return {name: value for name, value in content.items() if value not in ({}, None)} | {"tuned": origin}
+
+
+def _check(
+    methods: Sequence[str], trials: int, seeds: Sequence[int], given: Mapping[str, Domain], settings: Mapping[str, Any]
+) -> None:
+    if not methods or len(set(methods)) != len(methods):
+        raise InputError("name the methods to tune, each once.")
+    if trials < 1:
+        raise InputError(f"trials is {trials}, but must be at least 1.")
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise InputError("name the seeds of the search, each once.")
+    for method in methods:
+        find_method(method)
+    check_space(methods, given, settings)
+
+
+def _run_name(method: str, trial: int, seed: int) -> str:
+    return f"{method.replace(':', '.')}-trial{trial}-seed{seed}"
+
+
+def _text(value: Any) -> str:
+    return repr(value)
+
+
+def _keys(point: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _text(value) for name, value in point.items()}
+
+
+def _need_optuna() -> None:
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise InputError("tuning needs Optuna: install it with `pip install 'polyfed[tune]'`.") from error

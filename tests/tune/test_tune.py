@@ -1,0 +1,183 @@
+"""Searches on a tiny federation: what is chosen, what it is chosen by, and that a stop changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from polyfed import RunFolder
+from polyfed.config import read_experiment
+from polyfed.errors import InputError, RunError
+from polyfed.server.federation import Interrupted, Watcher
+from polyfed.tune import Choices, Range, parse_search, search_space, tune
+
+pytest.importorskip("optuna", reason="tuning needs the extra polyfed[tune]")
+
+SETTINGS: dict[str, Any] = {
+    "clients": 3,
+    "rounds": 2,
+    "models": "tests.support:Wide",
+    "device": "cpu",
+    "engine": "sequential",
+}
+LR = {"training.lr": Choices((0.0001, 0.05))}
+
+
+def table(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "trials.csv")
+
+
+def test_the_best_trial_by_validation_becomes_an_experiment_file(tmp_path: Path) -> None:
+    """A learning rate of 0.0001 learns nothing in two rounds, 0.05 does."""
+    (found,) = tune(["fedproto"], out=tmp_path, trials=2, sampler="grid", search=LR, seeds=[100], **SETTINGS)
+    rows = table(tmp_path)
+    assert list(rows.columns[:5]) == ["method", "trial", "state", "validation_accuracy", "best_so_far"]
+    assert sorted(rows.settings) == ['{"training.lr": 0.0001}', '{"training.lr": 0.05}']
+    assert rows.best_so_far.tolist() == rows.validation_accuracy.cummax().tolist()
+    best = read_experiment(tmp_path / "best.yaml")
+    assert best.training.lr == 0.05 and best.rounds == 2 and best.method["name"] == "fedproto"
+    assert found.best.value == rows.validation_accuracy.max()
+    assert yaml.safe_load((tmp_path / "best.yaml").read_text())["tuned"]["seeds"] == [100]
+
+
+def test_a_value_is_the_mean_validation_accuracy_over_the_seeds(tmp_path: Path) -> None:
+    search = {"training.lr": Choices((0.05,))}
+    (found,) = tune(
+        ["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[4, 7], keep_runs=True, **SETTINGS
+    )
+    values = []
+    for seed in (4, 7):
+        rows = RunFolder.open(tmp_path / "runs" / f"standalone-trial0-seed{seed}").evaluations()
+        last = rows[(rows.part == "validation") & (rows["round"] == 2)]
+        values.append(last.accuracy_mean.iloc[0])
+    assert found.best.value == pytest.approx(sum(values) / 2)
+
+
+def test_every_method_gets_as_many_trials_and_a_file(tmp_path: Path) -> None:
+    search = {"training.lr": Range(0.001, 0.1), "method.weight": Choices((0.1, 1.0))}
+    tune(["standalone", "fedproto"], out=tmp_path, trials=2, search=search, seeds=[100], **SETTINGS)
+    assert table(tmp_path).method.value_counts().to_dict() == {"standalone": 2, "fedproto": 2}
+    assert "weight" not in table(tmp_path).query("method == 'standalone'").settings.iloc[0]
+    assert read_experiment(tmp_path / "best-standalone.yaml").method["name"] == "standalone"
+    assert read_experiment(tmp_path / "best-fedproto.yaml").method["weight"] in (0.1, 1.0)
+    assert not any((tmp_path / "runs").iterdir()), "runs of finished trials are removed"
+
+
+class StopAfter(Watcher):
+    """Asks for a stop in the first round of the n-th run."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs = runs
+
+    def on_start(self, config: Any, first_round: int) -> None:
+        self.runs -= 1
+        self.stop_requested = self.runs <= 0
+
+
+def test_a_search_that_was_stopped_ends_with_the_same_trials(tmp_path: Path) -> None:
+    def search(folder: Path, watcher: Watcher | None = None) -> None:
+        space = {"training.lr": Range(0.001, 0.1)}
+        tune(["fedproto"], out=folder, trials=8, search=space, seeds=[100], watcher=watcher, **SETTINGS)
+
+    search(tmp_path / "once")
+    for runs in (3, 4):
+        with pytest.raises(Interrupted):
+            search(tmp_path / "stopped", StopAfter(runs))
+    search(tmp_path / "stopped")
+    columns = ["trial", "state", "validation_accuracy", "settings"]
+    pd.testing.assert_frame_equal(table(tmp_path / "stopped")[columns], table(tmp_path / "once")[columns])
+    assert (tmp_path / "stopped/curves.csv").read_bytes() == (tmp_path / "once/curves.csv").read_bytes()
+
+
+def test_trials_below_the_median_are_pruned_and_never_win(tmp_path: Path) -> None:
+    """Of 25 learning rates 5 are so small that nothing is learned."""
+    values = (*(0.05 + n * 0.002 for n in range(20)), *(n * 1e-6 for n in range(1, 6)))
+    tune(
+        ["standalone"], out=tmp_path, trials=20, search={"training.lr": Choices(values)}, sampler="grid", seeds=[100],
+        **{**SETTINGS, "rounds": 3},
+    )  # fmt: skip
+    rows = table(tmp_path)
+    pruned = rows[rows.state == "pruned"]
+    assert 0 < len(pruned) < len(rows) - 5, "the first five are never pruned"
+    assert pruned.trial.min() >= 5
+    assert rows[rows.state == "finished"].validation_accuracy.max() == rows.best_so_far.iloc[-1]
+
+
+def test_settings_that_diverge_are_a_failed_trial_not_the_end(tmp_path: Path) -> None:
+    search = {"training.lr": Choices((1e30, 0.05))}
+    (found,) = tune(["standalone"], out=tmp_path, trials=2, search=search, sampler="grid", seeds=[100], **SETTINGS)
+    rows = table(tmp_path).set_index("settings")
+    assert rows.state['{"training.lr": 1e+30}'] == "failed" and "client" in rows.reason['{"training.lr": 1e+30}']
+    assert found.best.settings == {"training.lr": 0.05}
+
+
+def test_a_grid_ends_when_all_is_tried(tmp_path: Path) -> None:
+    notes: list[str] = []
+    tune(["standalone"], out=tmp_path, trials=9, search=LR, sampler="grid", seeds=[1], note=notes.append, **SETTINGS)
+    assert len(table(tmp_path)) == 2 and "2 combinations" in notes[0]
+
+
+def test_more_trials_extend_a_search_and_another_search_is_refused(tmp_path: Path) -> None:
+    tune(["standalone"], out=tmp_path, trials=1, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+    tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+    assert table(tmp_path).trial.tolist() == [0, 1]
+    before = (tmp_path / "trials.csv").read_bytes()
+    with pytest.raises(InputError, match="seeds"):
+        tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[2], **SETTINGS)
+    with pytest.raises(InputError, match="settings"):
+        tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[1], **{**SETTINGS, "clients": 4})
+    assert (tmp_path / "trials.csv").read_bytes() == before
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match="not empty"):
+        tune(["standalone"], out=tmp_path, trials=1, seeds=[1], **SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ({"training.lrr": Choices((0.1,))}, "unknown setting 'training.lrr'"),
+        ({"method.nothing": Choices((0.1,))}, "unknown setting 'method.nothing'"),
+        ({"seed": Choices((0, 1))}, "seed can't be searched"),
+        ({"training.lr": Choices((-0.1,))}, "training.lr is -0.1, but must be"),
+        ({"training.lr": Range(0.0, 0.1)}, "training.lr is 0"),
+    ],
+)
+def test_what_can_not_be_searched_is_refused_before_anything_runs(
+    tmp_path: Path, search: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        tune(["fedproto"], out=tmp_path / "new", trials=1, search=search, seeds=[1], **SETTINGS)
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_validation_samples_there_is_nothing_to_choose_by(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no validation samples"):
+        tune(["standalone"], out=tmp_path, trials=1, search=LR, seeds=[1], **{**SETTINGS, "split": "8:0:2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("lr", "NAME=VALUE"), ("lr=0.1..", "not a range"), ("lr=0.1..0.01", "smaller"), ("lr=1,1", "twice")],
+)
+def test_a_search_that_can_not_be_read_is_explained(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_search([text], "tpe")
+
+
+def test_a_range_is_no_grid() -> None:
+    with pytest.raises(InputError, match="list them"):
+        parse_search(["lr=0.001..0.1"], "grid")
+
+
+def test_grids_of_numbers_are_ranges_for_tpe() -> None:
+    space = search_space("standalone", {}, "tpe")
+    assert space["training.lr"] == Range(0.01, 0.1) and space["training.epochs"] == Choices((1, 10))
+    assert isinstance(search_space("standalone", {}, "grid")["training.lr"], Choices)
