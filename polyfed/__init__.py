@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polyfed.predictions import Prediction
     from polyfed.records import RunFolder
     from polyfed.server.federation import Watcher
+    from polyfed.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "resume",
     "run",
     "split_network",
+    "tune",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "predictions": ("Prediction",),
     "records": ("RunFolder",),
     "server.federation": ("Watcher",),
+    "tuning": ("tune",),
 }
 """Where each name lives; it is imported when first asked for, so that the command line can answer Ctrl-C meanwhile."""
 

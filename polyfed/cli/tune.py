@@ -12,8 +12,8 @@ from polyfed.cli.options import experiment_options
 from polyfed.compare.comparison import parse_seeds
 from polyfed.errors import InputError, unknown_name
 from polyfed.report import tables
-from polyfed.tune.records import Trial
-from polyfed.tune.space import Sampler, parse_search
+from polyfed.tuning.records import Trial
+from polyfed.tuning.space import Sampler, parse_search
 
 
 @experiment_options("seed")
@@ -42,7 +42,8 @@ def tune(
     quiet: Quiet = False,
 ) -> None:
     """Search for a method's best settings. By validation accuracy, as many trials for every method."""
-    from polyfed.tune import tune as search_for  # only this command needs it
+    from polyfed.compare.comparison import parse_seeds  # only this command and compare need statistics
+    from polyfed.tuning import tune as search_for
 
     if out is None or not out.strip():
         raise InputError("name the folder of the search with --out: it keeps every trial, and continues from there.")

@@ -91,6 +91,7 @@ def plan(
     if not entries:
         raise InputError("there is no method to compare: name at least one, such as fedproto.")
     check_seeds(seeds)
+    _check_unseen(entries, seeds)
     given = normal_form(settings or {})
     if "seed" in given:
         raise InputError("seed can't be set in a comparison: use --seeds, such as --seeds 0-4.")
@@ -158,7 +159,7 @@ def _from_file(path: Path) -> Iterator[Entry]:
     content = read_yaml(path)
     several = content.get("methods")
     if several is None:
-        yield Entry(path.stem, content, path)
+        yield Entry(_tuned_name(content) or path.stem, content, path)
         return
     if "method" in content or not isinstance(several, Mapping):
         raise InputError(f"'{path}' must have either one method or, under methods, a name with settings for each.")
@@ -166,7 +167,27 @@ def _from_file(path: Path) -> Iterator[Entry]:
     for name, own in several.items():
         if not isinstance(own, Mapping | None):
             raise InputError(f"'{path}' gives {name} {own!r}, but it needs settings, such as 'method.weight: 0.5'.")
-        yield Entry(str(name), merged({"method": str(name), **rest}, nested(own or {})), path)
+        settings = merged({"method": str(name), **rest}, nested(own or {}))
+        yield Entry(_tuned_name(settings) or str(name), settings, path)
+
+
+def _tuned_name(content: Mapping[str, Any]) -> str | None:
+    """The label of a method whose settings a search has found, so that it can stand beside the untuned one."""
+    method = normal_form(content).get("method")
+    return f"{_named(method['name'])}-tuned" if "tuned" in content and method and "name" in method else None
+
+
+def _check_unseen(entries: Sequence[Entry], seeds: Sequence[int]) -> None:
+    """What was chosen by a seed's data looks better there than it is."""
+    for entry in entries:
+        tuned = entry.content.get("tuned")
+        searched = tuned.get("seeds") if isinstance(tuned, Mapping) else None
+        both = sorted({*seeds} & {*searched}) if isinstance(searched, list) else []
+        if both:
+            raise InputError(
+                f"{entry.label} was tuned with seed {both[0]}, so it can't be compared with that seed: use seeds that "
+                f"the search did not use ({', '.join(map(str, searched or []))})."
+            )
 
 
 def _check_unrepeated(what: str, names: Sequence[Any]) -> None:

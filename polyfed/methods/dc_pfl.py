@@ -47,6 +47,7 @@ class DCPFL(Method):
     sends = "means and covariances of features per class, and class counts"
     requires = ("features", "head")
     heavy = ("covariances",)
+    grid = {"weight": (0.01, 0.1, 1.0), "virtual_features": (600, 1000, 2000, 5000)}
 
     class Config(Method.Config):
         weight: float = Field(

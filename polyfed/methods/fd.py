@@ -25,6 +25,7 @@ class FD(Method):
     title = "FD (FedDistill)"
     paper = "Jeong et al., NeurIPS workshop 2018"
     sends = "mean logits per class"
+    grid = {"weight": (0.01, 0.1, 1.0, 10.0)}
 
     class Config(Method.Config):
         weight: float = Field(1.0, ge=0, description="weight of the difference from the mean logits")

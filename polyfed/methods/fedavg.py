@@ -27,6 +27,7 @@ class FedAvg(Averaged):
     sends = "the whole network"
     requires = ("network",)
     module = "model"
+    grid = {"finetune_epochs": (0, 1, 5)}
 
     class Config(Method.Config):
         finetune_epochs: int = Field(

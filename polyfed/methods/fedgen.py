@@ -30,6 +30,7 @@ class FedGen(Method):
     paper = "Zhu et al., ICML 2021"
     sends = "the head and the number of samples of each class"
     requires = ("head",)
+    grid = {"label_weight": (0.1, 1.0, 10.0), "guidance_weight": (0.1, 1.0, 10.0)}
 
     class Config(Method.Config):
         label_weight: float = Field(1.0, ge=0, description="initial weight of the loss on generated features")

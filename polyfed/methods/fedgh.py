@@ -23,6 +23,7 @@ class FedGH(Method):
     sends = "class prototypes (mean features)"
     requires = ("features", "head")
     collect = Collect()
+    grid = {"server_lr": (1e-3, 1e-2, 1e-1), "server_epochs": (1, 10)}
 
     class Config(Method.Config):
         server_lr: float = Field(0.01, gt=0, description="learning rate of the head on the server")

@@ -49,6 +49,7 @@ class FedKD(SharedNetwork):
     paper = "Wu et al., Nature Communications 2022"
     sends = "the changes of a small common network, compressed"
     depends_on_rounds = True
+    grid = {"energy_start": (0.8, 0.9, 0.95), "energy_end": (0.95, 0.98, 0.99)}
 
     class Config(SharedNetwork.Config):
         energy_start: float = Field(

@@ -20,6 +20,7 @@ class FedProto(PrototypeMethod):
     name = "fedproto"
     title = "FedProto"
     paper = "Tan et al., AAAI 2022"
+    grid = {"weight": (0.01, 0.1, 1.0)}
 
     class Config(PrototypeMethod.Config):
         mean: Literal["plain", "samples"] = Field(

@@ -36,6 +36,7 @@ class FedTGP(PrototypeMethod):
     name = "fedtgp"
     title = "FedTGP"
     paper = "Zhang et al., AAAI 2024"
+    grid = {"weight": (0.01, 0.1, 1.0), "threshold": (1.0, 10.0, 100.0, 1000.0), "server_epochs": (1, 10, 100)}
 
     class Config(PrototypeMethod.Config):
         margin: Literal["max-pair", "max-min", "fixed", "none"] = Field(

@@ -17,6 +17,7 @@ class FML(SharedNetwork):
     name = "fml"
     title = "FML"
     paper = "Shen et al., arXiv 2006.16765"
+    grid = {"private_labels": (0.3, 0.5, 0.7), "shared_labels": (0.3, 0.5, 0.7)}
 
     class Config(SharedNetwork.Config):
         private_labels: float = Field(

@@ -31,6 +31,7 @@ class PFedES(Averaged):
     paper = "Yi et al., AAAI 2025"
     sends = "a small proxy extractor"
     module = "proxy"
+    grid = {"weight": (0.1, 0.2, 0.3, 0.4, 0.5), "proxy_epochs": (1, 5, 10, 20)}
 
     class Config(Averaged.Config):
         weight: float = Field(

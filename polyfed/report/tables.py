@@ -14,7 +14,7 @@ from polyfed.data import SOURCES
 from polyfed.methods import METHODS
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
 from polyfed.server.scores import percent
-from polyfed.tune.records import Trial, Tuned
+from polyfed.tuning.records import Trial, Tuned
 
 _NEEDS = {"features": "same number of features", "head": "same head", "network": "same network"}
 

@@ -23,8 +23,8 @@ from polyfed.methods import find_method
 from polyfed.records import RunFolder
 from polyfed.seeds import derive
 from polyfed.server.federation import Interrupted, Watcher
-from polyfed.tune.records import Trial, Tuned, TuneFolder
-from polyfed.tune.space import (
+from polyfed.tuning.records import Trial, Tuned, TuneFolder
+from polyfed.tuning.space import (
     Choices,
     Domain,
     Sampler,

@@ -9,11 +9,13 @@ import pandas as pd
 import pytest
 import yaml
 
-from polyfed import RunFolder
+from polyfed import METHODS, RunFolder
+from polyfed.compare.plan import plan
 from polyfed.config import read_experiment
 from polyfed.errors import InputError, RunError
 from polyfed.server.federation import Interrupted, Watcher
-from polyfed.tune import Choices, Range, parse_search, search_space, tune
+from polyfed.tuning import Choices, Range, parse_search, search_space, tune
+from polyfed.tuning.space import check_space
 
 pytest.importorskip("optuna", reason="tuning needs the extra polyfed[tune]")
 
@@ -181,3 +183,28 @@ def test_grids_of_numbers_are_ranges_for_tpe() -> None:
     space = search_space("standalone", {}, "tpe")
     assert space["training.lr"] == Range(0.01, 0.1) and space["training.epochs"] == Choices((1, 10))
     assert isinstance(search_space("standalone", {}, "grid")["training.lr"], Choices)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_grid_has_values_that_the_method_accepts_in_order(method: str) -> None:
+    for name, values in METHODS[method].grid.items():
+        assert list(values) == sorted(values)  # type: ignore[type-var]
+        for value in values:
+            METHODS[method].Config(**{name: value})
+    check_space([method], {}, {})
+
+
+def test_a_method_with_options_to_tune_has_a_grid() -> None:
+    without = {name for name, method in METHODS.items() if method.Config.model_fields and not method.grid}
+    assert not without
+
+
+def test_a_comparison_uses_what_a_search_found_with_other_seeds(tmp_path: Path) -> None:
+    tune(["standalone", "fedproto"], out=tmp_path, trials=1, search=LR, sampler="grid", seeds=[100], **SETTINGS)
+    given = tmp_path / "best.yaml"
+    cells = plan([given, "fedproto"], [0, 1], SETTINGS, trust=True)
+    assert {cell.method for cell in cells} == {"standalone-tuned", "fedproto-tuned", "fedproto"}
+    chosen = read_experiment(tmp_path / "best-fedproto.yaml").training.lr
+    assert {cell.config.training.lr for cell in cells if cell.method == "fedproto-tuned"} == {chosen}
+    with pytest.raises(InputError, match="tuned with seed 100"):
+        plan([given], [99, 100], SETTINGS, trust=True)
