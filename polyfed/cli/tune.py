@@ -9,7 +9,6 @@ import typer
 
 from polyfed.cli.base import Quiet, error_console, out_console, watch
 from polyfed.cli.options import experiment_options
-from polyfed.compare.comparison import parse_seeds
 from polyfed.errors import InputError, unknown_name
 from polyfed.report import tables
 from polyfed.tuning.records import Trial
@@ -42,6 +41,7 @@ def tune(
     quiet: Quiet = False,
 ) -> None:
     """Search for a method's best settings. By validation accuracy, as many trials for every method."""
+    from polyfed.compare.comparison import parse_seeds  # only this command and compare need statistics
     from polyfed.tuning import tune as search_for
 
     if out is None or not out.strip():
