@@ -3,7 +3,7 @@
     python benchmarks/ray_round.py --clients 100 --hosts 2
 
 The same clients train with both engines, in turn. "Cost of the actors" is the time that `train` takes beyond what the
-slowest host works: packing, sending, waiting, and the copies of states in every tenth round.
+slowest host works: packing, sending, waiting, and the copies of states in some rounds.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def measure(config: Any, engines: dict[Engine, Any], rounds: int) -> None:
     """Run rounds of the engines in turn and print the medians."""
     times: dict[str, list[float]] = {engine.name: [] for engine in engines}
     costs: list[float] = []
+    copies: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         runs = [
             Federation(config, clients.method, engine, RunFolder.create(Path(folder) / engine.name, config))
@@ -63,16 +64,20 @@ def measure(config: Any, engines: dict[Engine, Any], rounds: int) -> None:
         ]
         for number in range(1, rounds + 1):
             for run in runs:
+                before = run.engine.copying if isinstance(run.engine, RayEngine) else 0.0
                 begin = time.perf_counter()
                 run.round(number)
                 times[run.engine.name].append(time.perf_counter() - begin)
                 if isinstance(run.engine, RayEngine):
                     trained = [event["training_seconds"] for event in run.folder.events() if event["event"] == "round"]
                     costs.append(trained[-1] - run.engine.busy)
+                    copies.append(run.engine.copying - before)
     for name, all_times in times.items():
         later = all_times[2:]
         print(f"{name:8} {median(later):.4f} s per round (of {len(later)}; {min(later):.4f} to {max(later):.4f})")
     print(f"cost of the actors: median {median(costs[2:]):.4f} s, mean {mean(costs[2:]):.4f} s per round")
+    copied = ", ".join(str(number) for number, seconds in enumerate(copies, 1) if seconds)
+    print(f"of it copies of states: {sum(copies):.4f} s in rounds {copied or 'none'}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from polyfed.compare.comparison import Comparison, compare
     from polyfed.config import Experiment, experiment, read_experiment
     from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
+    from polyfed.engines.base import Engine
     from polyfed.errors import InputError, PolyfedError, RunError
     from polyfed.methods import METHODS
     from polyfed.methods.base import Method, Training
@@ -28,6 +29,7 @@ __all__ = [
     "METHODS",
     "Comparison",
     "Dataset",
+    "Engine",
     "Experiment",
     "InputError",
     "Method",
@@ -56,6 +58,7 @@ _HOMES = {
     "compare": ("Comparison", "compare"),
     "config": ("Experiment", "experiment", "read_experiment"),
     "data": ("Dataset", "from_arrays", "from_torch_dataset", "load_dataset"),
+    "engines.base": ("Engine",),
     "errors": ("InputError", "PolyfedError", "RunError"),
     "methods": ("METHODS",),
     "methods.base": ("Method", "Training"),

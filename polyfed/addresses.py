@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -17,22 +17,32 @@ PYTHON = "python:"
 """Marks data or networks that were passed as Python objects, in a run's record."""
 ADDRESS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-_trusted: ContextVar[bool] = ContextVar("trusted", default=True)
+_allowed: ContextVar[Collection[str] | None] = ContextVar("allowed", default=None)
+"""None: whatever settings name may be imported; otherwise only what is listed here."""
 
 
 @contextmanager
-def trusting(trust: bool) -> Iterator[None]:
-    """Inside, code that settings name may be imported, or not: what a user typed is trusted, what files say is not."""
-    token = _trusted.set(trust)
+def trusting(trust: bool, given: Collection[str] = ()) -> Iterator[None]:
+    """Inside, code that settings name may be imported, or not: what a user typed is trusted, what files say is not.
+
+    `given` are the settings (method, engine, proxy) that the user typed, whatever a file says beside them.
+    """
+    token = _allowed.set(None if trust else frozenset(given))
     try:
         yield
     finally:
-        _trusted.reset(token)
+        _allowed.reset(token)
+
+
+def is_trusted(what: str) -> bool:
+    """Whether the code that this setting names may be imported."""
+    allowed = _allowed.get()
+    return allowed is None or what in allowed
 
 
 def load_trusted(address: str, what: str) -> object:
     """What an address names, if the user allows its code to be run."""
-    if not _trusted.get():
+    if not is_trusted(what):
         raise InputError(
             f"the {what} '{address}' is code that would be run: if you trust it, say so with --trust (in Python with "
             "trust=True)."

@@ -17,9 +17,9 @@ from polyfed import confusion
 from polyfed.addresses import PYTHON, trusting
 from polyfed.assemble import assemble, facts
 from polyfed.compute import machine_name, out_of_memory
-from polyfed.config import Experiment, experiment
+from polyfed.config import Experiment, experiment, named_by
 from polyfed.data import Dataset, no_dataset
-from polyfed.engines import new_engine
+from polyfed.engines import EngineSettings, new_engine
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import DivergedError, InputError, LostError, RunError
 from polyfed.message import State
@@ -236,11 +236,14 @@ def _resume(
         raise InputError(f"from (the round to go back to) is {from_round!r}, but must be a whole number at least 0.")
     folder = RunFolder.open(Path(path))
     before = folder.read_config(trust=trust)
-    config = changed_settings(before, rounds, settings)
+    typed = named_by(settings)
+    with trusting(trust, typed):
+        config = changed_settings(before, rounds, settings)
+    given = typed if models is None else {*typed, "models"}
 
     def people() -> Population:
-        check_trusted(config, folder.path / "config.yaml", trust=trust, given=() if models is None else ("models",))
-        with enough_memory("the experiment"), trusting(trust):
+        check_trusted(config, folder.path / "config.yaml", trust=trust, given=given)
+        with enough_memory("the experiment"), trusting(trust, typed):
             return assemble(located(config, folder.began_in), data, models)
 
     longer = rounds is not None and folder.finished and rounds > before.rounds
@@ -296,14 +299,8 @@ def _go(
         if planned != config.rounds:  # also if they were edited in config.yaml
             folder.plan(config.rounds)
         budget = None if config.memory_budget is None else round(config.memory_budget * 1e9)
-        engine = new_engine(
-            config.engine,
-            population,
-            workers=config.workers,
-            memory_budget=budget,
-            cluster=config.ray,
-            tf32=config.tf32,
-        )
+        settings = EngineSettings(config.workers, budget, config.tf32, config.ray)
+        engine = new_engine(config.engine, population, settings)
         try:
             federation = Federation(
                 config,

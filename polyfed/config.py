@@ -7,20 +7,22 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from polyfed.addresses import trusting
+from polyfed.addresses import is_trusted, trusting
 from polyfed.data.given_test import TestSet
 from polyfed.data.partitions import Partition
 from polyfed.errors import InputError, unknown_name
-from polyfed.methods import find_method, register
-from polyfed.methods.base import Method, Training
+from polyfed.methods import METHODS, find_method
+from polyfed.methods.base import Training
 from polyfed.models.architectures import Assignment
 from polyfed.models.layers import Match
+from polyfed.registry import ENGINES, Registry
 from polyfed.settings import Settings
+from polyfed.yaml_text import RepeatedKey, parse_yaml
 
 _RELEASED_CODE = {
     "epochs": 10, "batch_size": 512, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0, "augment": True,
@@ -42,10 +44,6 @@ PRESET_TITLES: dict[str, str] = {
 
 SHORTCUTS = ("epochs", "batch_size", "lr")
 """Training settings that may stand at the top level of an experiment."""
-
-
-EngineName = Literal["auto", "sequential", "threads", "vectorized", "ray"]
-"""The list of engines; choices, `--help` and errors come from it."""
 
 
 class RaySettings(Settings):
@@ -132,7 +130,7 @@ class Experiment(Settings):
     count_bound: int | None = Field(
         None, ge=1, description="the most samples a reply may claim; none: as many as the largest client trains on"
     )
-    engine: EngineName = Field("auto", description="where clients train")
+    engine: Annotated[str, ENGINES] = Field("auto", description="where clients train")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     tf32: bool = Field(
         True, description="on a GPU, multiply with 10 bits of mantissa instead of 23 where supported: much faster"
@@ -156,8 +154,8 @@ class Experiment(Settings):
             raise InputError("method is a list, but a run has one method: use one run per method.")
         given: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"name": value}
         name = given.pop("name", None)
-        if isinstance(name, type) and issubclass(name, Method):
-            name = register(name)
+        if METHODS.is_one(name):
+            name = METHODS.register(name)
         elif name is not None and not isinstance(name, str):
             raise InputError(
                 f"method is a value of type {type(name).__name__}, but must be a name, a subclass of polyfed.Method "
@@ -172,6 +170,21 @@ class Experiment(Settings):
         except ValidationError as error:
             raise one_sentence(error, find_method(name).Config, f"method.{{}} of {name}") from error
         return {"name": name, **config.model_dump(mode="json")}
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _known_engine(cls, value: object) -> str:
+        """A name, or a class of the user's own. What a file names is looked for later, if it is needed."""
+        if ENGINES.is_one(value):
+            return ENGINES.register(value)  # type: ignore[arg-type]
+        if not isinstance(value, str):
+            raise InputError(
+                f"engine is a value of type {type(value).__name__}, but must be a name, package.module:Class or a "
+                "subclass of polyfed.Engine."
+            )
+        if value not in ENGINES.reserved and is_trusted("engine"):
+            ENGINES.find(value)
+        return value
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -244,9 +257,9 @@ def experiment(**values: Any) -> Experiment:
 
 
 def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) -> Experiment:
-    """The experiment in a YAML file, with some values replaced; `trust` allows a method that is code to be imported."""
+    """The experiment in a YAML file, with some values replaced; `trust` allows to import the code that it names."""
     content = read_yaml(Path(path))
-    with trusting(trust or "method" in changes):
+    with trusting(trust, named_by(changes)):
         return experiment(**merged(content, changes))
 
 
@@ -264,6 +277,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"'{path}' is not an experiment; it needs names and values, such as 'method: fedproto'.")
     return content
+
+
+def named_by(changes: Mapping[str, Any]) -> set[str]:
+    """The settings whose code is what these changes say, not what a file says."""
+    method = changes.get("method")
+    options = set(method) - {"name"} if isinstance(method, Mapping) else set()
+    renamed = method is not None and (not isinstance(method, Mapping) or "name" in method)
+    return {*(changes.keys() - {"method"}), *options, *(["method"] if renamed else [])}
 
 
 def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,44 +341,6 @@ def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def parse_yaml(text: str) -> Any:
-    """The content of a YAML text, where 8:1:1 is a string.
-
-    >>> parse_yaml("split: 8:1:1")
-    {'split': '8:1:1'}
-    """
-    return yaml.load(text, _Loader)
-
-
-class RepeatedKey(yaml.YAMLError):
-    """A name occurs twice in one mapping; YAML forbids that, but its reader silently uses the last one."""
-
-
-class _Loader(yaml.SafeLoader):
-    """The safe loader, except that 8:1:1 is not a number to base 60, as in YAML 1.1, and no name may occur twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        lines: dict[str, int] = {}
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = str(key.value).replace("-", "_")  # the same setting may be written in both ways
-            line = key.start_mark.line + 1
-            if name in lines:
-                raise RepeatedKey(f"gives '{key.value}' twice, in lines {lines[name]} and {line}")
-            lines[name] = line
-        return super().construct_mapping(node, deep=deep)
-
-
-def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    if ":" in node.value:
-        return node.value
-    is_float = node.tag.endswith("float")
-    return loader.construct_yaml_float(node) if is_float else loader.construct_yaml_int(node)
-
-
-for _kind in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
-
-
 def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
@@ -409,6 +392,9 @@ def describe_range(model: type[BaseModel], name: str) -> str:
     ('a number greater than 0 and at most 1', 'one of cycle, random')
     """
     info = model.model_fields[name]
+    for names in info.metadata:
+        if isinstance(names, Registry):
+            return f"one of {', '.join(names.choices)}, or package.module:Class"
     choices = [c for c in (info.annotation, *get_args(info.annotation)) if getattr(c, "__origin__", None) is Literal]
     if choices:
         return "one of " + ", ".join(str(choice) for choice in get_args(choices[0]))

@@ -12,6 +12,7 @@ from polyfed.config import Experiment, experiment, merged
 from polyfed.devices import MIXES
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown
+from polyfed.registry import ENGINES
 
 CHANGEABLE = ("training.", "method.")
 """Settings that may change during a run if the user says so; others would make it another federation."""
@@ -40,18 +41,20 @@ def differences(before: Experiment, after: Experiment) -> list[str]:
 
 
 def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Collection[str] = ()) -> None:
-    """Raise if a file's settings name code to import and the user has not allowed it.
+    """Raise if a file's settings name code to import and the user has not allowed it, or an engine that is not there.
 
-    `given`: which of `models` and `auxiliary` come from the user, not from the file.
+    `given`: which settings come from the user, not from the file.
     """
     models = [] if config.models.startswith(PYTHON) else config.models.split(",")
-    named = {"models": models, "auxiliary": [config.auxiliary or ""]}
+    named = {"models": models, "auxiliary": [config.auxiliary or ""], "engine": [config.engine]}
     code = [name.strip() for what, names in named.items() if what not in given for name in names if ":" in name]
     if code and not trust:
         raise InputError(
             f"'{source}' names code that would be run, '{code[0]}': if you trust it, say so with --trust (in Python "
             "with trust=True)."
         )
+    if config.engine not in ENGINES.reserved:
+        ENGINES.find(config.engine)
 
 
 def located(config: Experiment, began_in: Path) -> Experiment:

@@ -53,7 +53,7 @@ SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", 
         (("standalone", "--partition", "dirichlett"), "must be one of shares, pathological, dirichlet, iid"),
         (("standalone", "--preset", "papers"), "unknown preset 'papers': did you mean 'paper'?"),
         (("standalone", "--split", "8-1-1"), "split '8-1-1' is not a ratio"),
-        (("standalone", "--engine", "ray2"), "engine is 'ray2', but must be one of"),
+        (("standalone", "--engine", "ray2"), "unknown engine 'ray2': did you mean 'ray'.* Known: auto, ray, seq"),
         (("standalone", "--device", "cuda:77"), "device is 'cuda:77', which this machine does not have"),
         (("standalone", "--device", "meta"), "device is 'meta', which this machine does not have"),
         (("standalone", "--set", "nonsense"), "--set takes NAME=VALUE, .* not 'nonsense'"),
@@ -71,6 +71,7 @@ SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", 
         (("fedavg", "--models", "cnn4,cnn5"), r"fedavg needs the same network .* clients 0.*cnn4.*clients 1.*cnn5"),
         (("missing.yaml",), "can't read the experiment 'missing.yaml': No such file"),
         (("broken.yaml",), "'broken.yaml' is not valid YAML"),
+        (("unknown-engine.yaml",), "unknown engine 'thread': did you mean 'threads'"),
         (("unknown-key.yaml",), "unknown setting 'clinets': did you mean 'clients'?"),
         (("binary.yaml",), "can't read the experiment 'binary.yaml'"),
         (("standalone", "--out", "file/run"), "can't write to 'file/run'"),
@@ -81,6 +82,7 @@ def test_bad_input_is_one_sentence_and_status_2(
 ) -> None:
     (tmp_path / "broken.yaml").write_text("method: [fedproto\nrounds: 3")
     (tmp_path / "unknown-key.yaml").write_text("method: fedproto\nclinets: 3")
+    (tmp_path / "unknown-engine.yaml").write_text("method: fedproto\nengine: thread")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "file").write_text("")
     (tmp_path / "repeated.yaml").write_text("method: fedproto\nrounds: 3\nrounds: 4\n")

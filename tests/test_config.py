@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from polyfed.config import PRESET_TITLES, PRESETS, describe_range, experiment, merged, parse_yaml, read_experiment
+from polyfed.config import PRESET_TITLES, PRESETS, describe_range, experiment, merged, read_experiment
 from polyfed.errors import InputError
 from polyfed.methods.base import Training
+from polyfed.yaml_text import parse_yaml
 
 
 def from_yaml(folder: Path, text: str, **changes: Any) -> Any:

@@ -24,7 +24,7 @@ error_console = plain_console(stderr=True)
 
 T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
-Trust = Annotated[bool, typer.Option("--trust", help="import the networks that the file names as package.module:name")]
+Trust = Annotated[bool, typer.Option("--trust", help="import the code that the file names as package.module:name")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")]
 
 

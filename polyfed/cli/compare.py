@@ -9,8 +9,8 @@ import yaml
 
 from polyfed.cli.base import Trust, out_console, watch
 from polyfed.cli.options import experiment_options
-from polyfed.config import parse_yaml
 from polyfed.errors import InputError
+from polyfed.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from polyfed.compare import Comparison

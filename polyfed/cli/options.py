@@ -18,11 +18,11 @@ from polyfed.config import (
     describe_range,
     merged,
     normal_form,
-    parse_yaml,
     typed,
 )
 from polyfed.errors import InputError
 from polyfed.methods.base import Training
+from polyfed.yaml_text import parse_yaml
 
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 NAMES = (

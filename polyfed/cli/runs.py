@@ -14,7 +14,7 @@ from polyfed import api
 from polyfed.addresses import trusting
 from polyfed.cli.base import Quiet, Trust, out_console, watch
 from polyfed.cli.options import as_number, experiment_options, parse_settings
-from polyfed.config import Experiment, merged, read_experiment
+from polyfed.config import Experiment, merged, named_by, read_experiment
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError
 from polyfed.records import RunFolder
@@ -38,7 +38,7 @@ def run(
     from_file = method.endswith((".yaml", ".yml"))
     if from_file:
         config = read_experiment(Path(method), trust=trust, **changes)
-        check_trusted(config, Path(method), trust=trust, given={"models", "auxiliary"} & changes.keys())
+        check_trusted(config, Path(method), trust=trust, given=changes)
     elif (Path(method) / "config.yaml").is_file():
         raise InputError(
             f"'{method}' is the folder of a run: continue it with `polyfed resume {method}`, or run it again with "
@@ -50,7 +50,7 @@ def run(
         raise InputError("--out is empty: name the run's folder, or omit --out for a new one under runs/.")
     values = config.model_dump()
     folder = Path(out) if out else NextFolder(config)
-    with trusting(trust or not from_file or "proxy" in changes.get("method", {})):
+    with trusting(trust or not from_file, named_by(changes)):
         _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))
 
 

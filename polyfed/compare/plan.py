@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.addresses import trusting
-from polyfed.config import GROUPS, SHORTCUTS, Experiment, experiment, merged, normal_form, read_yaml, typed
+from polyfed.config import GROUPS, SHORTCUTS, Experiment, experiment, merged, named_by, normal_form, read_yaml, typed
 from polyfed.errors import InputError
 from polyfed.methods import find_method
 from polyfed.methods.base import Method
@@ -237,7 +237,8 @@ def _points(
     entry: Entry, given: Mapping[str, Any], values: Mapping[str, Sequence[Any]], trust: bool
 ) -> list[tuple[dict[str, Any], Experiment]]:
     """The method's experiment at each of the points that concern it."""
-    with trusting(trust or entry.source is None):
+    typed_here = {*named_by(given), *values}
+    with trusting(trust or entry.source is None, typed_here):
         method = normal_form(entry.content).get("method") or {}
         name = method.get("name")
         options = set((find_method(name) if isinstance(name, str) else name).Config.model_fields) if name else set()
@@ -246,7 +247,6 @@ def _points(
         points = [dict(zip(own, point, strict=True)) for point in product(*own.values())]
         configs = [_experiment(entry, changes, point) for point in points]
     for config in configs if entry.source else ():
-        typed_here = {"models", "auxiliary"} & {*changes, *own}
         check_trusted(config, entry.source or Path(), trust=trust, given=typed_here)
     for number, config in enumerate(configs):
         if config in configs[:number]:

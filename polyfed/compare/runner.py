@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from polyfed.compare.plan import Cell
 from polyfed.config import Experiment, read_yaml
 from polyfed.data import Dataset, load_dataset
 from polyfed.errors import InputError, PolyfedError, first_line
-from polyfed.methods import OWN
+from polyfed.methods import METHODS
 from polyfed.models import Models
 from polyfed.records import RunFolder
 from polyfed.records.origin import FREE, shown
+from polyfed.registry import ENGINES
 from polyfed.server.federation import Interrupted, Watcher
 
 
@@ -110,14 +110,13 @@ def is_finished(config: Experiment, path: Path) -> bool:
 
 def check_portable(cells: Sequence[Cell]) -> None:
     """Raise if a run needs what only this process has."""
-    elsewhere = {*OWN, *(point.name for point in entry_points(group="polyfed.methods"))}
     for cell in cells:
-        method = cell.config.method["name"]
-        if ":" not in method and method not in elsewhere:
-            raise InputError(
-                f"the method '{method}' is known only to this process: use jobs=1, or name it by its address, "
-                "package.module:Class."
-            )
+        for registry, name in ((METHODS, cell.config.method["name"]), (ENGINES, cell.config.engine)):
+            if not registry.is_found_elsewhere(name):
+                raise InputError(
+                    f"the {registry.kind} '{name}' is known only to this process: use jobs=1, or name it by its "
+                    "address, package.module:Class."
+                )
         for name, value in (("data", cell.config.data), ("models", cell.config.models)):
             if value.startswith(PYTHON):
                 raise InputError(

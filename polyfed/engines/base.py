@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from polyfed.compute import physical_memory
+from polyfed.config import RaySettings
 from polyfed.engines.client import round as local
 from polyfed.engines.client.flops import ClientFlops, count_flops
 from polyfed.engines.client.store import ClientStore
@@ -27,6 +29,18 @@ from polyfed.records.states import States, misfit
 from polyfed.seeds import watched
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a user may set of an engine; each uses what concerns it."""
+
+    workers: int | None = None
+    """Threads of the threads engine; None: one per core."""
+    memory_budget: int | None = None
+    """Bytes of client states kept in memory; None: the engine decides."""
+    tf32: bool = True
+    ray: RaySettings = field(default_factory=RaySettings)
+
+
 class Engine(ABC):
     """Trains and evaluates clients wherever they live. The federation sees messages and counts, never a model."""
 
@@ -39,6 +53,11 @@ class Engine(ABC):
     """Remarks on the clients' data before the first round."""
     about: Mapping[str, Any] = MappingProxyType({})
     """What the run's summary says about the clients' data."""
+
+    @classmethod
+    def create(cls, population: Population, settings: EngineSettings) -> Self:
+        """The engine for these clients. One that has use for settings overrides this."""
+        return cls(population)  # type: ignore[call-arg]
 
     @abstractmethod
     def train(
@@ -102,6 +121,10 @@ class LocalEngine(Engine):
         self.device = population.device
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device), self.notes.append)
+
+    @classmethod
+    def create(cls, population: Population, settings: EngineSettings) -> Self:
+        return cls(population, memory_budget=settings.memory_budget)
 
     def join(self) -> Mapping[int, Profile]:
         return {client: self.population.profile(client) for client in self.population.clients}

@@ -21,6 +21,7 @@ from polyfed.engines.base import LocalEngine, default_memory_budget
 from polyfed.engines.sequential import SequentialEngine
 from polyfed.engines.threads import ThreadsEngine
 from polyfed.engines.vectorized import VectorizedEngine
+from polyfed.errors import InputError
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State, is_plain
 from polyfed.methods.base import Reply
@@ -124,7 +125,12 @@ class Host:
     """Runs in its own process: a local engine over some of a federation's clients."""
 
     def __init__(self, population: Population, traits: HostTraits) -> None:
-        device = torch.device("cuda" if traits.gpu else "cpu")
+        if traits.gpu and not torch.cuda.is_available():
+            raise InputError(
+                "the Ray cluster counts a GPU that PyTorch does not find in a host's process: start Ray there with as "
+                "many GPUs as there are, or use CPUs (--set ray.gpus=0)."
+            )
+        device = torch.device("cuda" if traits.gpu else "cpu")  # the cluster shows a process only its own GPU
         set_precision(device, tf32=traits.tf32)
         torch.set_num_threads(1)
         self._engine = _engine(replace(population, device=device), traits)

@@ -7,14 +7,15 @@ result is the same. Copies are on the host's machine: if that is gone, only a ch
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
-from typing import Any, TypeAlias
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, Self
 
 from polyfed.config import RaySettings
-from polyfed.engines.base import Engine
+from polyfed.engines.base import Engine, EngineSettings
 from polyfed.engines.client.workbench import state_of
 from polyfed.engines.hosts import (
     Answers,
@@ -26,8 +27,9 @@ from polyfed.engines.hosts import (
     unpacked,
     unpacked_message,
 )
+from polyfed.engines.ray_actors import Actor, Call, chunks, slices
 from polyfed.engines.ray_session import RaySession
-from polyfed.errors import InputError, LostError, RunError, clients_named, first_line
+from polyfed.errors import InputError, RunError, first_line
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
@@ -35,41 +37,8 @@ from polyfed.population import Population
 from polyfed.profile import Profile
 from polyfed.records.states import States, misfit
 
-COPIED_AFTER = 10
-"""Rounds after which the states of a host's clients are copied: at most this many are repeated when it dies."""
-MOST_KEPT = 1 << 28
-"""The most bytes of downloads that are kept for these rounds."""
-CHUNK = 8
-"""Clients whose states travel together."""
 MOST_DEATHS = 3
 START_SECONDS = 300.0
-
-Call: TypeAlias = tuple[str, tuple[Any, ...]]
-"""A method of a host with its arguments."""
-
-
-@dataclass
-class Actor:
-    """A host as the driver sees it."""
-
-    number: int
-    clients: list[int]
-    data: Any
-    """Its clients with their samples, in the object store."""
-    handle: Any = None
-    node: str = ""
-    process: int = 0
-    copies: dict[int, Any] = field(default_factory=dict)
-    """By client, the object that holds a copy of its state."""
-    trained: list[tuple[int, Any, int]] = field(default_factory=list)
-    """Since these copies: round, downloads in the object store, and their bytes."""
-    stale: set[int] = field(default_factory=set)
-    """Clients that have trained since then."""
-    deaths: int = 0
-    """How often in a row it has died."""
-
-    def __str__(self) -> str:
-        return f"host {self.number} ({clients_named(self.clients)})"
 
 
 class RayEngine(Engine):
@@ -82,6 +51,10 @@ class RayEngine(Engine):
     """Bytes of the tensors that went to hosts and came back, without states."""
     busy: float = 0.0
     """Seconds that the slowest host worked in the last round."""
+    copying: float = 0.0
+    """Seconds that copies of states have taken."""
+    _copy_seconds: float = 0.0
+    """Those of the last ones."""
     _session: RaySession
     _ray: Any
 
@@ -116,6 +89,10 @@ class RayEngine(Engine):
             self.close()
             raise
 
+    @classmethod
+    def create(cls, population: Population, settings: EngineSettings) -> Self:
+        return cls(population, settings=settings.ray, tf32=settings.tf32, memory_budget=settings.memory_budget)
+
     # What the federation asks -----------------------------------------------------------------------------------------
 
     def join(self) -> Mapping[int, Profile]:
@@ -140,6 +117,7 @@ class RayEngine(Engine):
         def keep(actor: Actor, answers: Answers) -> None:
             actor.deaths = 0
             actor.trained.append((round, *sent[actor.number]))
+            actor.worked += answers.seconds
             self.notes += answers.notes
             self.received += answers.bytes
             self.busy = max(self.busy, answers.seconds)
@@ -150,7 +128,7 @@ class RayEngine(Engine):
                 done(reply.client)
 
         self._ask(calls, keep)
-        self._copy(actor for actor in self._actors if _copy_is_due(actor))
+        self._copy(actor for actor in self._actors if actor.copy_is_due(self._copy_seconds))
         return [replies[client] for client in sorted(replies)]
 
     def evaluate(
@@ -187,14 +165,14 @@ class RayEngine(Engine):
             try:
                 self._read = copy, self._ray.get(copy)
             except self._ray.exceptions.ObjectLostError as error:
-                raise _lost(actor) from error
+                raise actor.lost() from error
         return unpacked(self._read[1][client])
 
     def restore(self, round: int, states: Mapping[int, State]) -> None:
         if not set(states) <= set(self.population.clients):
             raise misfit(f"client {min(set(states) - set(self.population.clients))}")
         for actor, own in self._divided(dict.fromkeys(states)):
-            for chunk in _chunks(list(own)):
+            for chunk in chunks(list(own)):
                 kept = self._ray.put({client: Packer().tensors(states[client]) for client in chunk})
                 self._ask({actor.number: ("restore", (kept, chunk))})
                 actor.copies |= dict.fromkeys(chunk, kept)
@@ -219,7 +197,7 @@ class RayEngine(Engine):
         self._host = self._ray.remote(Host).options(
             num_cpus=cpus, num_gpus=int(gpu), max_restarts=0, scheduling_strategy="SPREAD"
         )
-        for clients in _slices(self.population, hosts):
+        for clients in slices(self.population, hosts):
             self._actors.append(Actor(len(self._actors), clients, self._put(self.population.slice(clients))))
         for actor in self._actors:
             self._launch(actor)
@@ -253,6 +231,9 @@ class RayEngine(Engine):
         except exceptions.RayActorError as error:
             cause = getattr(error, "cause", None) or error
             words = [line.strip() for line in str(cause).splitlines() if line.strip()]
+            kind, _, said = words[-1].partition(": ") if words else ("", "", "")
+            if kind.startswith("polyfed.errors."):
+                raise RunError(f"{actor} could not start: {said}") from error
             raise RunError(
                 f"{actor} could not start: {words[-1] if words else type(error).__name__}; polyfed and your own "
                 "modules must be importable on every machine of the cluster."
@@ -309,7 +290,7 @@ class RayEngine(Engine):
         while True:
             actor.deaths += 1
             if not self._session.is_there(actor.node):
-                raise _lost(actor) from error
+                raise actor.lost() from error
             if actor.deaths > MOST_DEATHS:
                 raise RunError(
                     f"{actor} has died {actor.deaths} times in a row; if memory is short, use fewer hosts on a machine "
@@ -319,12 +300,12 @@ class RayEngine(Engine):
             self._launch(actor)
             try:
                 self._await(actor)
-                self._ray.get([self._submit(actor, call) for call in _history(actor)])
+                self._ray.get([self._submit(actor, call) for call in actor.history()])
             except exceptions.RayActorError as again:
                 error = again
             except (exceptions.RayTaskError, exceptions.ObjectLostError) as lost:
                 if isinstance(lost, exceptions.ObjectLostError) or isinstance(lost.cause, exceptions.ObjectLostError):
-                    raise _lost(actor) from lost
+                    raise actor.lost() from lost
                 raise
             else:
                 self.notes.append(f"{actor} died and was revived; what it had trained since its last copy was repeated")
@@ -332,16 +313,18 @@ class RayEngine(Engine):
 
     def _copy(self, actors: Iterable[Actor]) -> None:
         """Copy all states that have changed since the last copies."""
+        begin = time.perf_counter()
         chosen = [actor for actor in actors if actor.stale]
         copies: dict[int, dict[int, Any]] = {actor.number: {} for actor in chosen}
-        waves = zip_longest(*(_chunks(sorted(actor.stale)) for actor in chosen))
+        waves = zip_longest(*(chunks(sorted(actor.stale)) for actor in chosen))
         for wave in waves:
             asked = {actor.number: chunk for actor, chunk in zip(chosen, wave, strict=True) if chunk}
             self._copy_wave(asked, copies)
         for actor in chosen:  # only now: a host that dies earlier is restored from its former copies
-            actor.copies |= copies[actor.number]
-            actor.stale.clear()
-            actor.trained.clear()
+            actor.copied(copies[actor.number])
+        if chosen:
+            self._copy_seconds = time.perf_counter() - begin
+            self.copying += self._copy_seconds
 
     def _copy_wave(self, asked: Mapping[int, Sequence[int]], copies: Mapping[int, dict[int, Any]]) -> None:
         exceptions = self._ray.exceptions
@@ -383,35 +366,3 @@ class RayEngine(Engine):
 
 def _with_message(reply: Reply, message: PackedMessage) -> Reply:
     return replace(reply, message=unpacked_message(message))
-
-
-def _history(actor: Actor) -> list[Call]:
-    """What brings a new host to where the last one was: copies of states, and the rounds since."""
-    held: dict[Any, list[int]] = {}
-    for client, copy in actor.copies.items():
-        held.setdefault(copy, []).append(client)
-    restores: list[Call] = [("restore", (copy, clients)) for copy, clients in held.items()]
-    return restores + [("train", (round, downloads, False)) for round, downloads, _ in actor.trained]
-
-
-def _copy_is_due(actor: Actor) -> bool:
-    return len(actor.trained) >= COPIED_AFTER or sum(size for _, _, size in actor.trained) > MOST_KEPT
-
-
-def _lost(actor: Actor) -> LostError:
-    return LostError(f"the machine of {actor} is gone, and its clients' states with it")
-
-
-def _slices(population: Population, hosts: int) -> list[list[int]]:
-    """Neighbouring clients for each host, with about equal numbers of training samples, and at least one client."""
-    clients = population.clients
-    before = list(accumulate((len(population.data[client].train) for client in clients), initial=0))
-    edges = [0]
-    for host in range(1, hosts):
-        fair = next(place for place, samples in enumerate(before) if samples * hosts >= host * before[-1])
-        edges.append(min(max(fair, edges[-1] + 1), len(clients) - hosts + host))
-    return [clients[start:stop] for start, stop in zip(edges, [*edges[1:], len(clients)], strict=True)]
-
-
-def _chunks(clients: Sequence[int]) -> list[Sequence[int]]:
-    return [clients[start : start + CHUNK] for start in range(0, len(clients), CHUNK)]

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,22 +48,8 @@ class RaySession:
 
     def plan(self, settings: RaySettings, clients: int, *, gpu: bool) -> tuple[int, int]:
         """How many hosts, and with how many CPUs each; raises if the cluster is too small for them."""
-        of = [node["Resources"] for node in self.nodes]
-        cpus = sum(int(resources.get("CPU", 0)) for resources in of)
-        gpus = sum(int(resources.get("GPU", 0)) for resources in of)
-        room = gpus if gpu else sum(min(MOST_PER_MACHINE, int(resources.get("CPU", 0))) for resources in of)
-        if settings.cpus is not None:
-            room = min(room, sum(int(resources.get("CPU", 0)) // settings.cpus for resources in of))
-        hosts = min(clients, settings.hosts or max(1, room))
-        each = settings.cpus or max(1, cpus // hosts)
-        if hosts * each > cpus or (gpu and hosts > gpus):
-            needed = f"{hosts} GPUs and {hosts * each} CPUs" if gpu else f"{hosts * each} CPUs"
-            has = f"{gpus} GPUs and {cpus} CPUs" if gpu else f"{cpus} CPUs"
-            raise InputError(
-                f"{hosts} hosts need {needed}, but the Ray cluster has {has}: ask for fewer hosts (--set ray.hosts=1) "
-                "or fewer CPUs for each (--set ray.cpus=1)."
-            )
-        return hosts, each
+        of = [(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0))) for node in self.nodes]
+        return planned(settings, clients, of, gpu=gpu)
 
     def close(self) -> None:
         """Leave a cluster that was joined; end one that was started here."""
@@ -71,6 +57,30 @@ class RaySession:
             self._ours = False
             with _own_signals():
                 self.ray.shutdown()
+
+
+def planned(settings: RaySettings, clients: int, machines: Sequence[tuple[int, int]], *, gpu: bool) -> tuple[int, int]:
+    """How many hosts, and with how many CPUs each, on machines with so many CPUs and GPUs.
+
+    A host is on one machine. So if the machines differ, it is not enough that all their CPUs together are enough.
+    """
+
+    def room(each: int, most: int = sys.maxsize) -> int:
+        return sum(min(gpus if gpu else most, cpus // each) for cpus, gpus in machines)
+
+    hosts = min(clients, settings.hosts or max(1, room(settings.cpus or 1, MOST_PER_MACHINE)))
+    cpus, gpus = (sum(column) for column in zip(*machines, strict=True))
+    each = settings.cpus or next((n for n in range(cpus // hosts, 0, -1) if room(n) >= hosts), 1)
+    if room(each) >= hosts:
+        return hosts, each
+    needed = f"{hosts} GPUs and {hosts * each} CPUs" if gpu else f"{hosts * each} CPUs"
+    has = f"{gpus} GPUs and {cpus} CPUs" if gpu else f"{cpus} CPUs"
+    if hosts * each <= cpus and (hosts <= gpus or not gpu):
+        has += f", of which too few are on one machine ({room(each)} hosts would fit)"
+    raise InputError(
+        f"{hosts} hosts need {needed}, but the Ray cluster has {has}: ask for fewer hosts (--set ray.hosts=1) or fewer "
+        "CPUs for each (--set ray.cpus=1)."
+    )
 
 
 def _import(settings: RaySettings) -> Any:

@@ -10,10 +10,10 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from polyfed.compute import compute_threads, return_memory
-from polyfed.engines.base import LocalEngine
+from polyfed.engines.base import EngineSettings, LocalEngine
 from polyfed.engines.client.workbench import Workbench
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message
@@ -36,6 +36,10 @@ class ThreadsEngine(LocalEngine):
             f"clients with {name} train one after another: it draws from a global generator, which is seeded for each"
             for name in sorted(population.draws)
         ]
+
+    @classmethod
+    def create(cls, population: Population, settings: EngineSettings) -> Self:
+        return cls(population, workers=settings.workers, memory_budget=settings.memory_budget)
 
     def train(
         self,

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from polyfed.addresses import names_code
 from polyfed.errors import InputError
 from polyfed.records import disk
+from polyfed.yaml_text import parse_yaml
 
 
 def new_id() -> str:
@@ -37,7 +40,17 @@ def resume_command(path: Path) -> str:
     """The command that continues a run, with --trust if its settings name code that has to be imported."""
     settings = read_claim(path).get("settings", {})
     code = [value for name, value in settings.items() if name in ("models", "auxiliary") or name.startswith("method.")]
-    return f"polyfed resume {path}{' --trust' if any(map(names_code, code)) else ''}"
+    trust = any(map(names_code, [*code, _engine(path)]))
+    return f"polyfed resume {path}{' --trust' if trust else ''}"
+
+
+def _engine(path: Path) -> object:
+    """The engine in a run's config.yaml; run.json has only settings that determine its numbers."""
+    try:
+        content = parse_yaml((path / "config.yaml").read_text())
+    except (OSError, ValueError, YAMLError, RecursionError):
+        return None
+    return content.get("engine") if isinstance(content, dict) else None
 
 
 @contextmanager

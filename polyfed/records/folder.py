@@ -267,7 +267,7 @@ class RunFolder:
         return self.read_config()
 
     def read_config(self, *, trust: bool = False) -> Experiment:
-        """The experiment of this run; `trust` allows a method that is code to be imported."""
+        """The experiment of this run; `trust` allows to import the code that it names."""
         return read_experiment(self.path / "config.yaml", trust=trust)
 
     @property

@@ -3,6 +3,6 @@
 from polyfed.remote.agreement import Agreement
 from polyfed.remote.engine import RemoteEngine
 from polyfed.remote.site import Site
-from polyfed.remote.transport import InMemoryTransport, Packet, Transport
+from polyfed.remote.transport import InMemoryTransport, Packet, Patience, Transport
 
-__all__ = ["Agreement", "InMemoryTransport", "Packet", "RemoteEngine", "Site", "Transport"]
+__all__ = ["Agreement", "InMemoryTransport", "Packet", "Patience", "RemoteEngine", "Site", "Transport"]

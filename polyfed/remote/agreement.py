@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from polyfed.errors import InputError
+from polyfed.errors import InputError, unknown_name
+from polyfed.remote.transport import Patience
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,11 @@ class Agreement:
     keys: Mapping[str, str] = field(default_factory=dict)
     """Public keys by member, where the transport checks them."""
     reply_timeout: float = 600.0
-    """Seconds until a site that has not answered is left out of the round."""
+    """Seconds until a site that has not answered is left out of the round, and may be asked again."""
+    enough_replies: int | None = None
+    """Valid answers after which a round need not wait for the rest; None: it waits for all."""
+    grace: float = 0.0
+    """Seconds that the rest still has when there are enough."""
 
     def __post_init__(self) -> None:
         if sorted(self.members.values()) != list(range(len(self.members))):
@@ -35,6 +41,21 @@ class Agreement:
                 f"the members are clients {sorted(self.members.values())}, but must be numbered from 0 to "
                 f"{len(self.members) - 1}, each once."
             )
+        enough = self.enough_replies
+        if enough is not None and (not _is_number(enough, int) or not 1 <= enough <= len(self.members)):
+            raise InputError(
+                f"enough_replies is {enough!r}, but must be a whole number from 1 to {len(self.members)}, the number "
+                "of members, or none."
+            )
+        if not _is_number(self.grace, int, float) or not 0 <= self.grace < math.inf:
+            raise InputError(f"grace is {self.grace!r}, but must be a number of seconds at least 0.")
+        if not _is_number(self.reply_timeout, int, float) or not 0 < self.reply_timeout < math.inf:
+            raise InputError(f"reply_timeout is {self.reply_timeout!r}, but must be a number of seconds above 0.")
+
+    @property
+    def patience(self) -> Patience:
+        """How long the server waits for answers."""
+        return Patience(self.reply_timeout, self.enough_replies, self.grace)
 
     def number(self, name: str) -> int:
         """As which client a member takes part."""
@@ -49,5 +70,13 @@ class Agreement:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Agreement:
         """What `to_dict` gave."""
+        known = [one.name for one in fields(Agreement)]
+        for name in values:
+            if name not in known:
+                raise unknown_name("term of an agreement", str(name), known)
         lists = {name: tuple(values[name]) for name in ("input_shape", "mean", "std") if name in values}
         return Agreement(**{**values, **lists})
+
+
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)

@@ -54,7 +54,8 @@ class RemoteEngine(Engine):
     ) -> list[Reply]:
         packets = {c: Packet({"round": round, "score": score}, message) for c, message in downloads.items()}
         answers = self._ask("train", packets, done)
-        return [self._reply(client, answers.get(client)) for client in sorted(downloads)]
+        absent = self._absence(answers)
+        return [self._reply(client, round, answers.get(client), absent) for client in sorted(downloads)]
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
@@ -78,16 +79,25 @@ class RemoteEngine(Engine):
             for client, packet in packets.items()
         }
         numbers = self.agreement.members
-        answers = self.transport.ask(kind, addressed, self.agreement.reply_timeout, lambda name: done(numbers[name]))
+        answers = self.transport.ask(kind, addressed, self.agreement.patience, lambda name: done(numbers[name]))
         return {numbers[name]: answer for name, answer in answers.items() if name in addressed}
 
-    def _reply(self, client: int, answer: Packet | None) -> Reply:
+    def _absence(self, answers: Mapping[int, Packet]) -> str:
+        """Why whoever has not answered is left out."""
+        patience, valid = self.agreement.patience, sum(not answer.failed for answer in answers.values())
+        if patience.enough is None or valid < patience.enough:
+            return f"no answer within {patience.timeout:g} s"
+        return f"no answer yet, {patience.grace:g} s (grace) after {patience.enough} others (enough_replies)"
+
+    def _reply(self, client: int, round: int, answer: Packet | None, absent: str) -> Reply:
         if answer is None:
-            return Reply(client, Message(), failure=f"no answer within {self.agreement.reply_timeout:g} s")
+            return Reply(client, Message(), failure=absent)
         try:
             facts = answer.facts
-            if facts.get("failure"):
+            if answer.failed:
                 return Reply(client, Message(), failure=str(facts["failure"])[:500])
+            if facts.get("round") != round:
+                raise BadMessage(f"it answered for round {str(facts.get('round'))[:20]}, not for round {round}.")
             loss, flops = facts.get("loss"), facts.get("flops", 0)
             if not isinstance(flops, int) or flops < 0 or not isinstance(loss, float | int | None):
                 raise BadMessage("its loss or its count of operations is not a number.")

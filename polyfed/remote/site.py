@@ -85,7 +85,7 @@ class Site:
         kept = self._diary.find(round)
         if kept is None:
             kept = self._new_answer(round, packet.message or Message(), score=score)
-        return Packet(kept.facts, kept.message(self._diary.folder))
+        return Packet({"round": round, **kept.facts}, kept.message(self._diary.folder))
 
     def _new_answer(self, round: int, download: Message, *, score: bool) -> Entry:
         self._go_to(self._diary.before(round))

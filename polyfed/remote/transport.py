@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +20,11 @@ class Packet:
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     message: Message | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it says that its sender could not do what it was asked."""
+        return bool(self.facts.get("failure"))
 
     def to_bytes(self) -> tuple[bytes, bytes]:
         """The facts as JSON and the message as safetensors; without a message, no bytes."""
@@ -37,51 +42,112 @@ class Packet:
         return Packet(values, Message.from_bytes(message) if message else None)
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for answers, in seconds."""
+
+    timeout: float
+    enough: int | None = None
+    """Answers, failures not counted, after which the rest has only the grace left; None: wait for all."""
+    grace: float = 0.0
+
+    def deadline(self, begin: float, valid: Sequence[float]) -> float:
+        """When waiting ends that began then, if valid answers came at these times, in their order.
+
+        >>> Patience(60, enough=2, grace=5).deadline(100, [103, 110]), Patience(60, 2, 5).deadline(100, [103])
+        (115, 160)
+        """
+        end = begin + self.timeout
+        if self.enough is None or len(valid) < self.enough:
+            return end
+        return min(end, valid[self.enough - 1] + self.grace)
+
+
 class Transport(ABC):
     """Two questions: who is there, and what do they answer?"""
 
     @abstractmethod
     def nodes(self) -> Collection[str]:
-        """The members that can be reached now."""
+        """The members that can be asked now.
+
+        A member that owes an answer is not among them, so that it can catch up, until the answer has come or the
+        timeout of that question has passed: it may have lost the question.
+        """
 
     @abstractmethod
     def ask(
         self,
         kind: Kind,
         packets: Mapping[str, Packet],
-        timeout: float,
+        patience: Patience,
         done: Callable[[str], None] = lambda node: None,
     ) -> dict[str, Packet]:
         """Send each of these members its packet and collect the answers that arrive in time.
 
-        `done` is called as each one answers. Members that do not answer are missing from the result.
+        `done` is called as each one answers. Members that do not answer are missing from the result; what
+        they answer later is dropped and never mistaken for the answer to another question.
         """
 
 
-class InMemoryTransport(Transport):
-    """Sites in this process. Everything passes through bytes, as on a real wire, and is recorded on request."""
+@dataclass(frozen=True)
+class Debt:
+    """An answer that is still to come."""
 
-    def __init__(self, sites: Mapping[str, Callable[[Kind, Packet], Packet]], *, record: bool = False) -> None:
+    comes: float
+    forgiven: float
+    """When its sender may be asked again all the same."""
+
+
+class InMemoryTransport(Transport):
+    """Sites in this process. Everything passes through bytes, as on a real wire, and is recorded on request.
+
+    Time is a number that moves on when somebody waits: nothing here sleeps.
+    """
+
+    def __init__(
+        self,
+        sites: Mapping[str, Callable[[Kind, Packet], Packet]],
+        *,
+        record: bool = False,
+        seconds: Callable[[str, Kind, Packet], float] = lambda node, kind, packet: 0.0,
+    ) -> None:
         self.sites = dict(sites)
         """What each member answers; one that is removed can't be reached."""
         self.record: list[tuple[Kind, str, bytes, bytes]] | None = [] if record else None
         """What went over the wire: kind, member, facts and message, requests and answers in order."""
+        self.now = 0.0
+        """The time, in seconds."""
+        self._seconds = seconds
+        """How long a member takes for an answer."""
+        self._owed: dict[str, Debt] = {}
 
     def nodes(self) -> Collection[str]:
-        return list(self.sites)
+        self._owed = {node: debt for node, debt in self._owed.items() if self.now < min(debt.comes, debt.forgiven)}
+        return [node for node in self.sites if node not in self._owed]
 
     def ask(
         self,
         kind: Kind,
         packets: Mapping[str, Packet],
-        timeout: float,
+        patience: Patience,
         done: Callable[[str], None] = lambda node: None,
     ) -> dict[str, Packet]:
-        answers = {}
+        begin, coming = self.now, []
         for node, packet in packets.items():
             if node in self.sites:
-                answers[node] = self._over(kind, node, self.sites[node](kind, self._over(kind, node, packet)))
-                done(node)
+                answer = self._over(kind, node, self.sites[node](kind, self._over(kind, node, packet)))
+                coming.append((begin + self._seconds(node, kind, packet), node, answer))
+        answers: dict[str, Packet] = {}
+        valid: list[float] = []
+        for comes, node, answer in sorted(coming, key=lambda one: one[0]):
+            end = patience.deadline(begin, valid)
+            self.now = min(comes, end)
+            if comes > end:
+                self._owed[node] = Debt(comes, begin + patience.timeout)
+                continue
+            answers[node] = answer
+            valid += [] if answer.failed else [comes]
+            done(node)
         return answers
 
     def _over(self, kind: Kind, node: str, packet: Packet) -> Packet:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from polyfed.config import Experiment, experiment, merged, parse_yaml
+from polyfed.config import Experiment, experiment, merged
 from polyfed.errors import unknown_name
 from polyfed.methods import find_method
+from polyfed.yaml_text import parse_yaml
 
 ScaleName = Literal["paper", "small", "smoke"]
 SCALES: dict[ScaleName, str] = {

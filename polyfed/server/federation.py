@@ -131,7 +131,7 @@ class Federation:
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round: a share of those that can be asked."""
         there = sorted(self.engine.available())
-        count = share_of(len(there), self.config.participation)
+        count = min(share_of(len(there), self.config.participation), len(there))
         if count == len(there):
             return there
         draw = numpy_generator(self.config.seed, "participants", round)

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import yaml
 
-from polyfed.config import parse_yaml
 from polyfed.errors import InputError
 from polyfed.records import disk
 from polyfed.records.rows import as_csv
+from polyfed.yaml_text import parse_yaml
 
 State: TypeAlias = Literal["finished", "pruned", "failed"]
 TRIALS = ("method", "trial", "state", "validation_accuracy", "best_so_far", "seconds", "settings", "reason")

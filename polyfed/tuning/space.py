@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from polyfed.compare.plan import nested
-from polyfed.config import GROUPS, Experiment, merged, parse_yaml
+from polyfed.config import GROUPS, Experiment, merged
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import find_method
 from polyfed.seeds import numpy_generator
+from polyfed.yaml_text import parse_yaml
 
 Sampler: TypeAlias = Literal["tpe", "grid"]
 COMMON: dict[str, tuple[Any, ...]] = {

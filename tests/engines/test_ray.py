@@ -16,20 +16,22 @@ from torch import Tensor
 
 import polyfed
 from polyfed.config import RaySettings, experiment
-from polyfed.engines import SequentialEngine, new_engine
-from polyfed.engines import ray as ray_engine
+from polyfed.engines import EngineSettings, SequentialEngine, new_engine, ray_actors
 from polyfed.engines.hosts import Host, HostTraits, Packer, unpacked
-from polyfed.engines.ray import Actor, RayEngine, _slices
-from polyfed.engines.ray_session import RaySession
+from polyfed.engines.ray import RayEngine
+from polyfed.engines.ray_actors import Actor, slices
+from polyfed.engines.ray_session import RaySession, planned
 from polyfed.errors import DivergedError, InputError, LostError, RunError
 from polyfed.message import Message
 from polyfed.server.federation import Federation, Watcher
 from tests import support
+from tests.engines.test_hosts import compare
 from tests.remote.test_remote import same_rows
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alone
 ray = pytest.importorskip("ray", reason="the ray engine needs the extra polyfed[ray]")
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
 SEVERAL: dict[str, Any] = {"clients": 6, "participation": 0.5, "rounds": 3, "split": "6:2:2"}
@@ -58,28 +60,35 @@ class Reused(Host):
         super().__init__(population, traits)
 
 
+def new_process(number: int) -> Any:
+    """One on the node of that number."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    place = NodeAffinitySchedulingStrategy(nodes[number], soft=False)
+    return ray.remote(Reused).options(num_cpus=0, max_restarts=0, scheduling_strategy=place).remote()
+
+
 @pytest.fixture(scope="module")
 def processes(cluster: Any) -> list[Any]:
-    return [ray.remote(Reused).options(num_cpus=0, scheduling_strategy="SPREAD").remote() for _ in range(2)]
+    return [new_process(number) for number in range(2)]
 
 
 class ReusingEngine(RayEngine):
-    """The engine on processes that are there already."""
+    """The engine on processes that are there already; one that has died is replaced, for the tests that follow too."""
+
+    name = "ray-reusing"
 
     def __init__(self, processes: list[Any], population: Any) -> None:
         self._processes = processes
         super().__init__(population, settings=RaySettings(hosts=len(processes), cpus=1))
 
     def _launch(self, actor: Actor) -> None:
+        if actor.deaths:
+            self._processes[actor.number] = new_process(actor.number)
         actor.handle = self._processes[actor.number]
         actor.handle.begin.remote(actor.data, self._traits)
 
     def _kill(self, actor: Actor) -> None:
         pass
-
-
-def two_hosts(population: Any) -> RayEngine:
-    return RayEngine(population, settings=RaySettings(hosts=2, cpus=1))
 
 
 def same_states(one: Any, other: Any, clients: int) -> None:
@@ -212,14 +221,14 @@ class Killing(Watcher):
 
 
 def test_killed_workers_are_revived_and_change_no_bit(
-    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, processes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One dies before there are copies, in the middle of a round; one after, with rounds to repeat since."""
-    monkeypatch.setattr(ray_engine, "COPIED_AFTER", 2)
-    monkeypatch.setattr(ray_engine, "CHUNK", 2)
+    monkeypatch.setattr(ray_actors, "COPIED_AFTER", 2)
+    monkeypatch.setattr(ray_actors, "CHUNK", 2)
     settings = {"participation": 1.0, "rounds": 4}
     reference = finished(tmp_path / "one", SequentialEngine, **settings)
-    run = support.federation(tmp_path / "two", "fedproto", two_hosts, **{**SEVERAL, **settings})
+    run = support.federation(tmp_path / "two", "fedproto", partial(ReusingEngine, processes), **{**SEVERAL, **settings})
     run.watcher = watcher = Killing(during=1, after=3)
     watcher.engine = run.engine
     run.run()
@@ -230,6 +239,11 @@ def test_killed_workers_are_revived_and_change_no_bit(
     run.engine.close()
     assert ray.is_initialized()  # it was not ours
     assert len(RaySession(RaySettings()).nodes) == 2
+
+
+def test_a_host_of_the_engines_own_agrees_with_vectorized(tmp_path: Path, cluster: Any) -> None:
+    """The way of `test_a_gpu_host_agrees_with_vectorized`, without a GPU."""
+    compare(tmp_path, "cpu", {"hosts": 1, "gpus": 0})
 
 
 class Losing(Watcher):
@@ -243,13 +257,22 @@ class Losing(Watcher):
             self.cluster.remove_node(next(iter(self.cluster.worker_nodes)), allow_graceful=False)
 
 
-def test_a_lost_node_ends_in_a_sentence_and_the_run_can_be_resumed(tmp_path: Path, cluster: Any) -> None:
+def test_a_lost_node_ends_in_a_sentence_and_the_run_can_be_resumed(
+    tmp_path: Path, cluster: Any, processes: list[Any]
+) -> None:
+    """The last test with these processes: one of them goes with its node."""
+
+    class Engine(ReusingEngine):
+        @classmethod
+        def create(cls, population: Any, settings: EngineSettings) -> Any:
+            return cls(processes, population)
+
     values: dict[str, Any] = {**support.DEFAULTS, **SEVERAL, "method": "fedproto", "checkpoint_every": 1}
     given = {"data": support.tiny_dataset(), "models": [support.Wide, support.Narrow]}
     polyfed.run(**{**values, "engine": "sequential"}, **given, out=tmp_path / "one")
     watcher = Losing(2, cluster)
     with pytest.raises(LostError, match=r"the machine of host . \(clients .*\) is gone, .* `polyfed resume .*` contin"):
-        polyfed.run(**{**values, "engine": "ray", "ray": {"hosts": 2}}, **given, out=tmp_path / "two", watcher=watcher)
+        polyfed.run(**{**values, "engine": Engine}, **given, out=tmp_path / "two", watcher=watcher)
     cluster.add_node(**NODE)
     polyfed.resume(tmp_path / "two", **given, settings={"engine": "sequential"})
     same_rows(tmp_path / "one", tmp_path / "two")
@@ -309,6 +332,41 @@ def test_what_the_cluster_can_not_hold_is_refused(cluster: Any) -> None:
         RayEngine(people, settings=RaySettings(hosts=2, gpus=1))
 
 
+MACHINES: list[tuple[str, dict[str, int], list[tuple[int, int]], bool, tuple[int, int]]] = [
+    ("all CPUs, divided", {}, [(4, 0), (4, 0)], False, (8, 1)),
+    ("a host needs its CPUs on one machine: 5 and 1 hold two of 2", {"hosts": 2}, [(5, 0), (1, 0)], False, (2, 2)),
+    ("CPUs of a machine without a GPU are of no use to hosts with one", {}, [(8, 4), (32, 0)], True, (4, 2)),
+    ("at most eight on a machine", {}, [(64, 0)], False, (8, 8)),
+    ("no more than there are clients", {}, [(64, 8), (64, 8)], True, (10, 12)),
+]
+
+
+@pytest.mark.parametrize(("words", "settings", "machines", "gpu", "expected"), MACHINES)
+def test_hosts_fit_on_the_machines(
+    words: str, settings: dict[str, int], machines: list[tuple[int, int]], gpu: bool, expected: tuple[int, int]
+) -> None:
+    assert planned(RaySettings(**settings), 10, machines, gpu=gpu) == expected, words
+
+
+def test_hosts_that_no_machine_can_hold_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"2 hosts need 6 CPUs, but .* has 6 CPUs, of which too few are on one machine"
+    ):
+        planned(RaySettings(hosts=2, cpus=3), 10, [(5, 0), (1, 0)], gpu=False)
+
+
+def test_copies_are_made_after_ten_rounds_unless_they_are_dear() -> None:
+    """Copies that take 0.3 s may be made every 10 s (3 %); downloads of more than 256 MB are not kept."""
+    actor = Actor(0, [0], None, trained=[(round, None, 1) for round in range(9)], worked=100.0)
+    assert not actor.copy_is_due(0.0)
+    actor.trained.append((9, None, 1))
+    assert actor.copy_is_due(0.0) and actor.copy_is_due(2.9) and not actor.copy_is_due(3.1)
+    actor.trained.append((10, None, 1 << 28))
+    assert actor.copy_is_due(3.1)
+    actor.copied({0: "copy"})
+    assert (actor.copies, actor.trained, actor.worked) == ({0: "copy"}, [], 0.0)
+
+
 def test_without_ray_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"needs the package ray, .*pip install 'polyfed\[ray\]'"):
@@ -326,11 +384,11 @@ def test_an_address_where_nobody_answers_is_refused_at_once(monkeypatch: pytest.
 def test_hosts_get_neighbours_with_about_as_many_samples() -> None:
     people = support.population("standalone", clients=6, partition="dirichlet", alpha=0.3, min_samples=4)
     for hosts in range(1, 7):
-        slices = _slices(people, hosts)
-        assert len(slices) == hosts and all(slices)
-        assert [client for own in slices for client in own] == list(range(6))
+        found = slices(people, hosts)
+        assert len(found) == hosts and all(found)
+        assert [client for own in found for client in own] == list(range(6))
     even = support.population("standalone", clients=6, partition="iid")
-    assert _slices(even, 3) == [[0, 1], [2, 3], [4, 5]]
+    assert slices(even, 3) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_what_is_packed_comes_out_the_same() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import polyfed
-from polyfed import methods
+from polyfed import methods, registry
 from polyfed.methods.base import Method
 from tests import support
 from tests.stopping import StopAfterTwo
@@ -63,7 +63,7 @@ def test_a_method_that_a_file_names_is_imported_only_if_trusted(elsewhere: Path)
 
 def test_another_package_may_offer_methods(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("lengthy", ADDRESS, "polyfed.methods")
-    monkeypatch.setattr(methods, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     assert issubclass(methods.find_method("lengthy"), Method)
     with pytest.raises(polyfed.InputError, match="did you mean 'lengthy'"):
         methods.find_method("lengty")
@@ -73,14 +73,3 @@ def test_another_package_may_offer_methods(elsewhere: Path, monkeypatch: pytest.
 def test_what_is_no_method_is_refused(address: str) -> None:
     with pytest.raises(polyfed.InputError, match=f"'{address}' is not a method: .*subclass of polyfed.Method"):
         methods.find_method(address)
-
-
-def test_the_example_of_an_engine_agrees_with_sequential(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "backwards_of_someone.py").write_text(example("An engine"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    from backwards_of_someone import BackwardsEngine  # type: ignore[import-not-found]
-
-    one = support.federation(tmp_path / "one", "fedproto")
-    other = support.federation(tmp_path / "other", "fedproto", engine=BackwardsEngine)
-    one.run(), other.run()
-    assert one.folder.rounds().drop(columns="seconds").equals(other.folder.rounds().drop(columns="seconds"))

@@ -115,7 +115,7 @@ def test_only_what_is_agreed_on_goes_over_the_wire(tmp_path: Path, method: str) 
             assert known.keys() == {"profile"}
             assert known["profile"].keys() <= profile_keys
         elif kind == "train":
-            assert known.keys() <= {"loss", "flops", "evaluation"}
+            assert known.keys() <= {"round", "loss", "flops", "evaluation"}
         else:
             assert known.keys() == {"evaluation"}
         if "evaluation" in known:  # how many are predicted correctly, not of which class
@@ -256,7 +256,7 @@ def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> 
     assert ask(site, "train", round=2).facts == said[2]
     refused = ask(site, "train", round=1).facts["failure"]
     assert refused.startswith("site 'amber' keeps what it had after rounds 2 and 3 and can't go back to round 1")
-    assert ask(site, "train", round=4).facts.keys() == {"loss", "flops"}
+    assert ask(site, "train", round=4).facts.keys() == {"round", "loss", "flops"}
 
 
 def test_a_round_in_between_is_trained_from_the_state_before_it(tmp_path: Path) -> None:
@@ -317,10 +317,13 @@ def test_a_site_has_only_its_own_data(tmp_path: Path) -> None:
 
 
 HOSTILE: list[Mapping[str, Any]] = [
-    {"loss": "low"},
-    {"loss": 0.5, "flops": -1},
-    {"loss": 0.5, "flops": 1e9},
-    {"loss": [1]},
+    {"round": 1, "loss": "low"},
+    {"round": 1, "loss": 0.5, "flops": -1},
+    {"round": 1, "loss": 0.5, "flops": 1e9},
+    {"round": 1, "loss": [1]},
+    {"round": 2, "loss": 0.5},
+    {"round": "1", "loss": 0.5},
+    {"loss": 0.5},
 ]
 
 

@@ -1,0 +1,45 @@
+"""YAML as users write it: nothing in it is run, 8:1:1 is a text, and no name may stand twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+def parse_yaml(text: str) -> Any:
+    """The content of a YAML text, where 8:1:1 is a string.
+
+    >>> parse_yaml("split: 8:1:1")
+    {'split': '8:1:1'}
+    """
+    return yaml.load(text, _Loader)
+
+
+class RepeatedKey(yaml.YAMLError):
+    """A name occurs twice in one mapping; YAML forbids that, but its reader silently uses the last one."""
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, except that 8:1:1 is not a number to base 60, as in YAML 1.1, and no name may occur twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        lines: dict[str, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = str(key.value).replace("-", "_")  # the same setting may be written in both ways
+            line = key.start_mark.line + 1
+            if name in lines:
+                raise RepeatedKey(f"gives '{key.value}' twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    if ":" in node.value:
+        return node.value
+    is_float = node.tag.endswith("float")
+    return loader.construct_yaml_float(node) if is_float else loader.construct_yaml_int(node)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
