@@ -31,12 +31,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.add_report_section("call", "seed", f"POLYFED_TEST_SEED={seed} draws the same again")
 
 
-@pytest.fixture
-def methods_forgotten() -> Iterator[None]:
-    """Methods that a test makes known are unknown again after it."""
-    from polyfed import METHODS  # not before the environment is set
+@pytest.fixture(autouse=True)
+def _registries_as_before() -> Iterator[None]:
+    """Methods and engines that a test registers are unknown again after it."""
+    from polyfed.methods import METHODS  # not before the environment is set
+    from polyfed.registry import ENGINES
 
-    before = dict(METHODS)
+    before = [(registry, dict(registry._classes)) for registry in (METHODS, ENGINES)]
     yield
-    METHODS.clear()
-    METHODS.update(before)
+    for registry, classes in before:
+        registry._classes.clear()
+        registry._classes.update(classes)

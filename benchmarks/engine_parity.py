@@ -22,7 +22,7 @@ def rounds(method: str, engine: str, device: str, folder: Path) -> polyfed.Resul
     """A short run of the method on the engine."""
     models = "cnn5" if method == "fedavg" else "papers"
     return polyfed.run(
-        method, models=models, clients=5, classes_per_client=4, rounds=3, seed=1, engine=engine, device=device,
+        method, models=models, clients=5, classes_per_client=4, rounds=3, lr=0.01, seed=1, engine=engine, device=device,
         tf32=False, out=folder / f"{method}-{engine}",
     )  # fmt: skip
 

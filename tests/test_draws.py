@@ -22,8 +22,6 @@ from polyfed.methods.parts.tools import cross_entropy
 from polyfed.seeds import derive
 from tests import support
 
-pytestmark = pytest.mark.usefixtures("methods_forgotten")
-
 CLIENTS, ROUNDS, EPOCHS, SAMPLES = 3, 3, 2, 24
 ENGINES = ("sequential", "threads", "vectorized")
 SETTINGS: dict[str, Any] = {

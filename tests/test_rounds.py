@@ -13,8 +13,6 @@ from polyfed.message import Message
 from polyfed.methods.base import Batch, ClientNetwork, Trained
 from tests import support
 
-pytestmark = pytest.mark.usefixtures("methods_forgotten")
-
 CLASSES = 3
 LOSSES = (1.0, 2.0, 6.0)
 """Of the clients that own class 0, 1 and 2."""

@@ -172,7 +172,7 @@ def test_a_frozen_head_can_not_be_shared(method: str) -> None:
     network = support.Wide((1, 6, 6), 4)
     network.out.requires_grad_(False)
     with pytest.raises(
-        InputError, match=f"{method} shares the head of every client's network, but that of Wide is fro"
+        InputError, match=f"{method} shares the head of every client's network, but the head of Wide is fro"
     ):
         support.population(method, models=(network,))
 

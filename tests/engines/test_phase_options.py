@@ -20,8 +20,6 @@ from polyfed.methods.base import Batch, ClientNetwork, Phase, Trained
 from polyfed.methods.parts.tools import cross_entropy
 from tests import support
 
-pytestmark = pytest.mark.usefixtures("methods_forgotten")
-
 
 def plain(net: ClientNetwork, batch: Batch) -> Tensor:
     return cross_entropy(net(batch.x), batch.y)
