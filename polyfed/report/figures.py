@@ -12,12 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from polyfed.report.data import X_AXES
 from polyfed.report.looks import BLUES, INK, altair, scales
 
 WIDTH, HEIGHT = 560, 320
+_SHORT = "datum.value === 0 ? '0' : format(datum.value, '~s')"
+"""How large numbers stand at an axis: each with its own unit."""
+_LINEAR = 1000
+"""Up to about so many floats an axis is linear: nothing sent is 0, which a logarithm does not have."""
+_SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0))
+"""Above, below, right, left."""
 ROW = 24
 """How high a row is where every method or client has its own."""
 
@@ -27,26 +34,26 @@ def curves(frame: pd.DataFrame, x: str = "round", *, methods: Sequence[str] | No
 
     A click on the legend fades the others; with the shift key it adds one.
     """
-    alt, chosen, legend = altair(), _methods(frame, methods), _legend()
-    look = scales(chosen)
+    alt, look = altair(), scales(_methods(frame, methods))
     picked = alt.selection_point(fields=["method"], bind="legend")
     drawn = frame if x == "round" else frame[frame[x] > 0]
-    across = alt.X(f"{x}:Q", title=X_AXES[x], axis=alt.Axis(format="d" if x == "round" else "~s", tickCount=6))
-    colour = alt.Color("method:N", scale=look["colour"], legend=legend)
-    base = alt.Chart().encode(x=across, color=colour)
+    legend = _legend(drawn, symbolType="stroke", symbolSize=400)
+    base = alt.Chart().encode(x=alt.X(f"{x}:Q", title=X_AXES[x], axis=alt.Axis(labelExpr=_SHORT, tickCount=6)))
     band = base.mark_area().encode(
+        fill=alt.Fill("method:N", scale=look["colour"], legend=None),
         y=alt.Y("low:Q", title="accuracy (%)", scale=alt.Scale(zero=False)),
         y2="high:Q",
         opacity=alt.condition(picked, alt.value(0.1), alt.value(0)),
     )
     line = base.mark_line(strokeWidth=1.8, point={"size": 12, "filled": True} if _short(frame) else False).encode(
         y="accuracy:Q",
+        color=alt.Color("method:N", scale=look["colour"], legend=legend),
         strokeDash=alt.StrokeDash("method:N", scale=look["dash"], legend=legend),
         opacity=alt.condition(picked, alt.value(1), alt.value(0.08)),
         tooltip=["method:N", "round:Q", *([] if x == "round" else [alt.Tooltip(f"{x}:Q", format=".3s")]),
                  alt.Tooltip("accuracy:Q", format=".2f")],
     )  # fmt: skip
-    return _sized(alt.layer(band, line, data=drawn).add_params(picked))
+    return _sized(alt.layer(band, line, data=drawn).resolve_legend(fill="independent").add_params(picked))
 
 
 def clients(frame: pd.DataFrame, *, methods: Sequence[str] | None = None) -> Any:
@@ -57,7 +64,8 @@ def clients(frame: pd.DataFrame, *, methods: Sequence[str] | None = None) -> Any
         y=alt.Y("method:N", sort=chosen, title=None),
         color=alt.Color("method:N", scale=look["colour"], legend=None),
     )
-    along = alt.X("accuracy:Q", title="accuracy of a client (%)", scale=alt.Scale(zero=False))
+    along = alt.X("accuracy:Q", title="accuracy of a client (%)", scale=alt.Scale(zero=False),
+                  axis=alt.Axis(tickCount=8))  # fmt: skip
     ticks = base.mark_tick(opacity=0.35, thickness=1.5, size=12).encode(
         x=along, tooltip=["method:N", "seed:N", "client:N", alt.Tooltip("accuracy:Q", format=".2f")]
     )
@@ -79,7 +87,7 @@ def client_curves(frame: pd.DataFrame, *, methods: Sequence[str] | None = None) 
             x=alt.X("round:Q", axis=alt.Axis(format="d")),
             y=alt.Y("accuracy:Q", title="accuracy of a client (%)", scale=alt.Scale(zero=False)),
             detail="client:N",
-            color=alt.Color("method:N", scale=scales(chosen)["colour"], legend=_legend()),
+            color=alt.Color("method:N", scale=scales(chosen)["colour"], legend=_legend(frame)),
             opacity=alt.condition(hover, alt.value(1), alt.value(0.25)),
             strokeWidth=alt.condition(hover, alt.value(4), alt.value(1.2)),
             tooltip=["method:N", "client:N", "round:Q", alt.Tooltip("accuracy:Q", format=".2f")],
@@ -97,8 +105,8 @@ def holdings(frame: pd.DataFrame) -> Any:
         .encode(
             x=alt.X("client:O", axis=_numbers(frame["client"])),
             y=alt.Y("class:O", axis=_numbers(frame["class"]), sort="descending"),
-            size=alt.Size("samples:Q", title="test samples", legend=alt.Legend(orient="bottom", symbolFillColor=INK),
-                          scale=alt.Scale(range=[8, 260])),
+            size=alt.Size("samples:Q", title="test samples", scale=alt.Scale(range=[8, 260]),
+                          legend=alt.Legend(orient="bottom", symbolFillColor=INK, values=_few(frame["samples"]))),
             tooltip=["client:O", "class:O", "samples:Q"],
         ),
         min(520, 90 + 20 * frame["class"].nunique()),
@@ -114,7 +122,7 @@ def class_accuracies(frame: pd.DataFrame, *, methods: Sequence[str] | None = Non
         .encode(
             x=alt.X("class:O", axis=_numbers(frame["class"])),
             y=alt.Y("method:N", sort=chosen, title=None),
-            color=_shade("accuracy", "accuracy (%)"),
+            color=_shade("accuracy", "accuracy (%)", bottom=10 * (frame["accuracy"].min() // 10)),
             tooltip=["method:N", "class:O", alt.Tooltip("accuracy:Q", format=".1f"), "samples:Q"],
         ),
         ROW * len(chosen) + 90,
@@ -147,22 +155,59 @@ def confusion(frame: pd.DataFrame) -> Any:
 def trade_off(frame: pd.DataFrame, *, methods: Sequence[str] | None = None) -> Any:
     """Accuracy over floats sent, with the clients' computation as the size of a bubble."""
     alt, chosen = altair(), _methods(frame, methods)
-    look = scales(chosen)
-    spread = frame["accuracy"].max() - frame["accuracy"].min()
-    edge = max(0.5, 0.12 * spread)
+    edge = max(0.5, 0.12 * (frame["accuracy"].max() - frame["accuracy"].min()))
+    high = [frame["accuracy"].min() - edge, frame["accuracy"].max() + edge]
+    wide = [-1.5 * _LINEAR, 3 * max(frame["floats"].max(), _LINEAR)]
+    placed = frame.assign(side=_sides(frame, wide, high))
     base = alt.Chart().encode(
-        x=alt.X("floats:Q", title=X_AXES["floats"], scale=alt.Scale(type="symlog", constant=1000),
-                axis=alt.Axis(format="~s", values=[0, *(10**power for power in range(4, 13))])),
-        y=alt.Y("accuracy:Q", title="accuracy (%)", scale=alt.Scale(
-            domain=[frame["accuracy"].min() - edge, frame["accuracy"].max() + edge])),
-        color=alt.Color("method:N", scale=look["colour"], legend=None),
+        x=alt.X("floats:Q", title=X_AXES["floats"],
+                scale=alt.Scale(type="symlog", constant=_LINEAR, domain=wide, nice=False),
+                axis=alt.Axis(labelExpr=_SHORT, values=[0, *(10**power for power in range(4, 13))])),
+        y=alt.Y("accuracy:Q", title="accuracy (%)", axis=alt.Axis(tickCount=6),
+                scale=alt.Scale(domain=high, nice=False)),
     )  # fmt: skip
     few = alt.Legend(orient="bottom", format=".2s", symbolFillColor=INK, values=_few(frame["flops"]))
-    size = alt.Size("flops:Q", title=X_AXES["flops"], scale=alt.Scale(range=[40, 900]), legend=few)
-    tips = ["method:N", alt.Tooltip("accuracy:Q", format=".2f"), alt.Tooltip("floats:Q", format=".3s")]
-    bubbles = base.mark_circle(opacity=0.45).encode(size=size, tooltip=[*tips, alt.Tooltip("flops:Q", format=".3s")])
-    names = base.mark_text(dy=-12).encode(text="method:N")
-    return _sized(alt.layer(bubbles, names, data=frame), 380)
+    bubbles = base.mark_circle(opacity=0.55).encode(
+        size=alt.Size("flops:Q", title=X_AXES["flops"], scale=alt.Scale(range=[40, 900]), legend=few),
+        color=alt.Color("method:N", scale=scales(chosen)["colour"], legend=None),
+        tooltip=["method:N", alt.Tooltip("accuracy:Q", format=".2f"), alt.Tooltip("floats:Q", format=".3s"),
+                 alt.Tooltip("flops:Q", format=".3s")],
+    )  # fmt: skip
+    names = [
+        base.mark_text(dx=14 * across, dy=-15 * up, align={-1: "right", 0: "center", 1: "left"}[across])
+        .encode(text="method:N")
+        .transform_filter(f"datum.side === {number}")
+        for number, (across, up) in enumerate(_SIDES)
+    ]
+    return _sized(alt.layer(bubbles, *names, data=placed), 380)
+
+
+def _sides(frame: pd.DataFrame, wide: Sequence[float], high: Sequence[float]) -> list[int]:
+    """On which side of its bubble each name stands, so that names cover neither each other nor bubbles if possible."""
+    first, last = (_symlog(edge) for edge in wide)
+    x = WIDTH * (_symlog(frame["floats"]) - first) / (last - first)
+    y = 380 * (frame["accuracy"] - high[0]) / (high[1] - high[0])
+    taken = [(a - 11, b - 11, a + 11, b + 11) for a, b in zip(x, y, strict=True)]
+    sides = []
+    for a, b, name in zip(x, y, frame["method"], strict=True):
+        length = 7.0 * len(name)
+        boxes = []
+        for across, up in _SIDES:
+            left = a - length / 2 + across * (14 + length / 2)
+            boxes.append((left, b + 15 * up - 7, left + length, b + 15 * up + 7))
+        covered = [sum(_overlap(box, other) for other in taken) + 99 * (box[2] > WIDTH) for box in boxes]
+        sides.append(int(np.argmin(covered)))
+        taken.append(boxes[sides[-1]])
+    return sides
+
+
+def _symlog(value: Any) -> Any:
+    return np.sign(value) * np.log1p(np.abs(value) / _LINEAR)
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
+    width, height = (min(one[i + 2], other[i + 2]) - max(one[i], other[i]) for i in (0, 1))
+    return max(0.0, width) * max(0.0, height)
 
 
 def distances(frame: pd.DataFrame) -> Any:
@@ -191,8 +236,8 @@ def margins(frame: pd.DataFrame, *, methods: Sequence[str] | None = None) -> Any
         .encode(
             x=alt.X("class:O", axis=_numbers(frame["class"])),
             y=alt.Y("margin:Q", title="distance to the nearest prototype"),
-            color=alt.Color("method:N", scale=look["colour"], legend=_legend()),
-            shape=alt.Shape("method:N", scale=look["shape"], legend=_legend()),
+            color=alt.Color("method:N", scale=look["colour"], legend=_legend(frame)),
+            shape=alt.Shape("method:N", scale=look["shape"], legend=_legend(frame)),
             tooltip=["method:N", "class:O", alt.Tooltip("margin:Q", format=".3f")],
         ),
         240,
@@ -209,8 +254,8 @@ def features(frame: pd.DataFrame) -> Any:
         .encode(
             x=alt.X("x:Q", axis=hidden),
             y=alt.Y("y:Q", axis=hidden),
-            color=alt.Color("class:N", scale=alt.Scale(scheme="tableau10"), legend=_legend("class")),
-            shape=alt.Shape("architecture:N", legend=_legend("network")),
+            color=alt.Color("class:N", scale=alt.Scale(scheme="tableau10"), legend=alt.Legend(orient="bottom")),
+            shape=alt.Shape("architecture:N", title="network", legend=alt.Legend(orient="bottom")),
             tooltip=["class:N", "client:N", "architecture:N"],
         ),
         420,
@@ -221,9 +266,10 @@ def pictures(frame: pd.DataFrame) -> Any:
     """Pictures side by side: a row for each kind, a column for each sample. `url` holds the picture itself."""
     alt = altair()
     kinds = list(frame["kind"].unique())
+    side = alt.expr(f"min(48, 0.9 * width / {frame['sample'].nunique()}, 0.9 * height / {len(kinds)})")
     return _sized(
         alt.Chart(frame)
-        .mark_image(width=48, height=48)
+        .mark_image(width=side, height=side)
         .encode(
             x=alt.X("sample:O", title="test sample", axis=alt.Axis(labelAngle=0)),
             y=alt.Y("kind:N", sort=kinds, title=None),
@@ -242,13 +288,15 @@ def _short(frame: pd.DataFrame) -> bool:
     return bool(frame.groupby("method").size().max() <= 12)
 
 
-def _legend(title: str | None = None) -> Any:
-    return altair().Legend(orient="bottom", title=title, symbolStrokeWidth=2)
+def _legend(frame: pd.DataFrame, **look: Any) -> Any:
+    """Of the methods that are in the frame; colours are those of all."""
+    shown = list(dict.fromkeys(frame["method"]))
+    return altair().Legend(orient="bottom", title=None, values=shown, symbolStrokeWidth=2, **look)
 
 
-def _shade(field: str, title: str, top: float | None = 100) -> Any:
+def _shade(field: str, title: str, bottom: float = 0, top: float | None = 100) -> Any:
     alt = altair()
-    scale = alt.Scale(range=list(BLUES), domain=[0, top]) if top else alt.Scale(range=list(BLUES))
+    scale = alt.Scale(range=list(BLUES), domain=[bottom, top]) if top else alt.Scale(range=list(BLUES))
     return alt.Color(f"{field}:Q", title=title, scale=scale, legend=alt.Legend(orient="bottom", gradientLength=160))
 
 

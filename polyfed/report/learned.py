@@ -15,7 +15,7 @@ from polyfed.errors import InputError, PolyfedError
 from polyfed.report.data import Run
 from polyfed.reproduce.measures import features, margins
 
-SAMPLES = 8
+SAMPLES = 6
 """Test samples of a client whose enhanced images are shown."""
 
 

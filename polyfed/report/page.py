@@ -42,7 +42,7 @@ def write_figures(material: Material, folder: str | Path, *, trust: bool = False
         raise InputError(f"can't write to '{folder}': {error.strerror}; choose another folder (--figures).") from error
     written: dict[Path, str | bytes] = {}
     for figure in (figure for section in sections(material, trust=trust) for figure in section.figures):
-        spec = styled(figure.chart, paper=True)
+        spec = styled(figure.chart, paper=True, wide=figure.wide)
         stem = folder / figure.name
         written[stem.with_name(f"{figure.name}.pdf")] = vl_convert.vegalite_to_pdf(spec)
         written[stem.with_name(f"{figure.name}.png")] = vl_convert.vegalite_to_png(spec, scale=DOTS / 72, ppi=72)

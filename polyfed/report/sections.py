@@ -34,6 +34,8 @@ class Figure:
     numbers: pd.DataFrame
     by_method: bool = False
     """Whether methods in it can be switched off."""
+    wide: bool = False
+    """Whether it needs both columns of a paper."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,11 @@ def _learning(material: Material) -> Section:
     frame, parts = material.curves, Parts()
     if frame.empty:
         return Section("Accuracy over rounds and costs", html.paragraph("No round has been evaluated yet."))
-    last = frame.groupby("method", sort=False).tail(1).sort_values("accuracy", ascending=False).iloc[0]
-    seeds = int(frame["seeds"].max())
-    best = f"Last, {last['method']} is highest with {last['accuracy']:.2f} %"
-    best = best if len(material.names) > 1 else f"It ends at {last['accuracy']:.2f} %"
+    last = frame.groupby("method", sort=False).tail(1)
+    highest, seeds = round(last["accuracy"].max(), 2), int(frame["seeds"].max())
+    leaders = last.loc[last["accuracy"].round(2) == highest, "method"]
+    best = f"Highest at the end: {', '.join(leaders)} with {highest:.2f} %"
+    best = best if len(material.names) > 1 else f"The last accuracy is {highest:.2f} %"
     band = f"; lines are means over up to {seeds} seeds, bands one standard deviation" if seeds > 1 else "; one seed"
     sentences = {
         "round": f"{best}{band}.",
@@ -114,7 +117,7 @@ def _learning(material: Material) -> Section:
         "flops": "The further left a line rises, the less the clients had to compute for the same accuracy.",
         "simulated_seconds": "The further left a line rises, the sooner the accuracy is reached on the given devices.",
     }
-    for x, title in X_AXES.items():
+    for x, over in X_AXES.items():
         if x not in frame or not (frame[x] > 0).any():
             parts.missing.append(_why_not(x))
             continue
@@ -123,7 +126,8 @@ def _learning(material: Material) -> Section:
         without = f" Not shown, as they send nothing: {', '.join(silent)}." if silent and x == "floats" else ""
         numbers = _thinned(frame)[["method", "round", *([] if x == "round" else [x]), "accuracy", "low", "high"]]
         name = f"accuracy-by-{x.replace('_', '-')}"
-        parts.figures.append(Figure(name, f"Accuracy over {title}", sentences[x] + without, drawn, numbers, True))
+        title = f"Accuracy over {'rounds' if x == 'round' else over}"
+        parts.figures.append(Figure(name, title, sentences[x] + without, drawn, numbers, True))
     return Section("Accuracy over rounds and costs", "", parts.figures, html.listed(parts.missing))
 
 
@@ -216,7 +220,7 @@ def _trade_off(material: Material) -> Section:
         return Section(title, html.paragraph("Totals are written when a run ends."))
     words = "Up and left is better: more accuracy for fewer floats; a large bubble means much computation by clients."
     chart = figures.trade_off(frame, methods=material.names)
-    return Section(title, "", [Figure("trade-off", "What accuracy costs", words, chart, frame, True)])
+    return Section(title, "", [Figure("trade-off", "What accuracy costs", words, chart, frame, True, True)])
 
 
 def _representations(material: Material, *, trust: bool) -> Section:
