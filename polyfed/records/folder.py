@@ -16,6 +16,7 @@ models/            client-0003.safetensors: each client's private model (`model.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -393,8 +394,10 @@ class RunFolder:
             raise InputError(f"'{path}' is missing: restore it, or run it again from its config.yaml.")
         if not path.exists():
             raise InputError(f"'{self.path}' has no {name} yet; continue the run with `{resume_command(self.path)}`.")
+        content = path.read_bytes()
         try:
-            return pd.read_csv(path)
+            # Another process may be writing the last line at this moment.
+            return pd.read_csv(io.BytesIO(content[: content.rfind(b"\n") + 1]))
         except (ValueError, pd.errors.ParserError, UnicodeDecodeError) as error:
             raise InputError(f"'{path}' is damaged ({' '.join(str(error).split())}).") from error
 

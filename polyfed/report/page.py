@@ -43,10 +43,9 @@ def write_figures(material: Material, folder: str | Path, *, trust: bool = False
     written: dict[Path, str | bytes] = {}
     for figure in (figure for section in sections(material, trust=trust) for figure in section.figures):
         spec = styled(figure.chart, paper=True, wide=figure.wide)
-        stem = folder / figure.name
-        written[stem.with_name(f"{figure.name}.pdf")] = vl_convert.vegalite_to_pdf(spec)
-        written[stem.with_name(f"{figure.name}.png")] = vl_convert.vegalite_to_png(spec, scale=DOTS / 72, ppi=72)
-        written[stem.with_name(f"{figure.name}.svg")] = vl_convert.vegalite_to_svg(spec)
+        written[folder / f"{figure.name}.pdf"] = vl_convert.vegalite_to_pdf(spec)
+        written[folder / f"{figure.name}.png"] = vl_convert.vegalite_to_png(spec, scale=DOTS / 72, ppi=72)
+        written[folder / f"{figure.name}.svg"] = vl_convert.vegalite_to_svg(spec)
     tables = [latex(sheet) for source in material.sources for sheet in source.sheets]
     written[folder / "tables.tex"] = "% needs \\usepackage{booktabs}\n" + "\n".join(tables)
     for file, content in written.items():
@@ -93,7 +92,7 @@ def _figure(figure: Figure) -> str:
     if figure.by_method:
         spec["params"] = [*spec.get("params", []), {"name": "hidden", "value": []}]
         spec["transform"] = [{"filter": "indexof(hidden, datum.method) < 0"}, *spec.get("transform", [])]
-    name = escape(figure.name)
+    name = f"figure-{escape(figure.name)}"
     numbers = html.details("Numbers of this figure", html.frame(figure.numbers, figure.title))
     return (
         f'<figure aria-labelledby="{name}-title"><h3 id="{name}-title">{escape(figure.title)}</h3>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from html import escape
 from typing import Any
 
@@ -277,9 +278,10 @@ def _add_loaded(run: Run, parts: Parts, *, trust: bool) -> None:
 
 
 def _file(name: str) -> str:
+    """A name for a file and for an element of the page; one that had to be changed ends with a hash of what it was.
+
+    >>> _file("fedproto"), _file("fedproto, method.weight=0.5")
+    ('fedproto', 'fedproto-method.weight-0.5-2e98')
     """
-    >>> _file("fedproto, method.weight=0.5")
-    'fedproto-method.weight-0.5'
-    """
-    plain = "".join(letter if letter.isalnum() or letter in ".-" else " " for letter in name)
-    return "-".join(plain.split())
+    plain = "-".join("".join(letter if letter.isalnum() or letter in ".-" else " " for letter in name).split())
+    return plain if plain == name else f"{plain}-{blake2b(name.encode(), digest_size=2).hexdigest()}"
