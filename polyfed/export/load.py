@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from polyfed.predictions import Prediction, as_batch, named, prediction
 from polyfed.records import RunFolder, disk
 
 CARD = "card.json"
+CHUNK = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,15 @@ class ClientModel:
         """
         with torch.no_grad():
             return self._answer(as_batch(x, self.inputs.example()))
+
+    def predict_many(self, batch: Tensor) -> Iterator[dict[str, Any]]:
+        """What it predicts for each sample of a batch, as plain values; large batches are predicted in parts."""
+        names = self.inputs.class_names or tuple(str(label) for label in range(self.inputs.classes))
+        for part in batch.split(CHUNK):
+            found = self.predict(part)
+            for label, row in zip(found.classes.tolist(), found.probabilities.tolist(), strict=True):
+                probabilities = dict(zip(names, row, strict=True))
+                yield {"class": names[label], "label": label, "probability": row[label], "probabilities": probabilities}
 
 
 def network_model(method: Method, network: ClientNetwork, inputs: Inputs, client: int) -> ClientModel:

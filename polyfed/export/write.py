@@ -16,7 +16,7 @@ from polyfed.engines.client.workbench import state_of
 from polyfed.errors import InputError, RunError
 from polyfed.export.card import Blueprint, ModelCard, NetworkCard, RunCard, run_card
 from polyfed.export.formats import FILES, Predictor, check_format, to_bytes
-from polyfed.export.load import CARD, ClientModel, network_model, open_exported, read_run_card
+from polyfed.export.load import CARD, CHUNK, ClientModel, network_model, open_exported, read_run_card
 from polyfed.export.readme import readme
 from polyfed.export.rebuild import client_of_run
 from polyfed.methods.parts.network import ClientNetwork
@@ -28,7 +28,6 @@ from polyfed.seeds import torch_generator
 TOLERANCE = 1e-5
 """How far probabilities of an exported model may be from the run's."""
 RANDOM_SAMPLES = 32
-CHUNK = 256
 
 
 @dataclass(frozen=True)
