@@ -206,7 +206,7 @@ class RunFolder:
         disk.make_folder(models)
         files = [] if states is None else write_models(models, [int(row["client"]) for row in rows], states.get_state)
         stored = write_file(models, "server.safetensors", state_bytes(server))
-        kept = None if card is None else write_file(models, CARD, (as_json(card, indent=1) + "\n").encode())
+        kept = None if card is None else write_file(models, CARD, (as_json(card) + "\n").encode())
         disk.sync_folder(models)
         disk.remove_unfinished(models, (*(file.file for file in files), stored.file, CARD))
         table = as_csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
