@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from polyfed.compare import statistics
-from polyfed.compare.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
-from polyfed.compare.plan import Cell, concerns, grid
+from polyfed.comparison import statistics
+from polyfed.comparison.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
+from polyfed.comparison.plan import Cell, concerns, grid
 from polyfed.config import typed
 from polyfed.errors import InputError
 from polyfed.seeds import numpy_generator

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from polyfed.compare.plan import OWN, Cell, common_settings
+from polyfed.comparison.plan import OWN, Cell, common_settings
 from polyfed.config import read_yaml, typed
 from polyfed.errors import InputError
 from polyfed.records import disk
