@@ -15,7 +15,7 @@ import pandas as pd
 from polyfed.compare import statistics
 from polyfed.compare.outcomes import Outcome
 from polyfed.compare.plan import Cell, concerns, grid
-from polyfed.config import typed
+from polyfed.ranges import typed
 from polyfed.records import disk
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.addresses import trusting
-from polyfed.config import GROUPS, SHORTCUTS, Experiment, experiment, merged, named_by, normal_form, read_yaml, typed
+from polyfed.config import GROUPS, Experiment, experiment, merged, named_by, read_yaml
 from polyfed.errors import InputError
 from polyfed.methods import find_method
 from polyfed.methods.base import Method
+from polyfed.normal_form import SHORTCUTS, normal_form
+from polyfed.ranges import typed
 from polyfed.records.origin import settings_by_name
 from polyfed.resuming import check_trusted
 

@@ -12,8 +12,8 @@ import pandas as pd
 from polyfed.compare import statistics
 from polyfed.compare.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
 from polyfed.compare.plan import Cell, concerns, grid
-from polyfed.config import typed
 from polyfed.errors import InputError
+from polyfed.ranges import typed
 from polyfed.seeds import numpy_generator
 
 BySeed = Mapping[int, Outcome]
