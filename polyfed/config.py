@@ -24,6 +24,7 @@ from polyfed.normal_form import SHORTCUTS, normal_form, with_nones
 from polyfed.ranges import allowed
 from polyfed.registry import ENGINES
 from polyfed.settings import Settings
+from polyfed.trackers import checked_trackers
 from polyfed.yaml_text import RepeatedKey, parse_yaml
 
 
@@ -126,6 +127,9 @@ class Experiment(Settings):
     checkpoint_every: int | None = Field(
         None, ge=1, description="rounds between checkpoints; none: chosen to take at most 3 % of the time"
     )
+    tracker: str = Field(
+        "none", description="where to follow the run: tensorboard, mlflow, wandb, or several, separated by commas"
+    )
 
     @field_validator("method", mode="before")
     @classmethod
@@ -166,6 +170,11 @@ class Experiment(Settings):
         if value not in ENGINES.reserved and is_trusted("engine"):
             ENGINES.find(value)
         return value
+
+    @field_validator("tracker", mode="before")
+    @classmethod
+    def _known_trackers(cls, value: object) -> str:
+        return checked_trackers(value)
 
     @field_validator("devices", mode="before")
     @classmethod

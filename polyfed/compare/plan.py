@@ -24,7 +24,7 @@ MethodChoice = str | Path | type[Method] | Mapping[str, Any]
 """A name, an address, a file, a class, or a mapping with a name, options and perhaps a label."""
 OWN = ("method.", "training.")
 """Settings that may differ between the methods of a comparison; all others must be the same."""
-HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray")
+HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray", "tracker")
 """Settings that may differ between any two runs: they have no influence on numbers, or are the comparison's own."""
 LONGEST_NAME = 120
 FILES = (".yaml", ".yml")
