@@ -12,8 +12,8 @@ import pandas as pd
 from polyfed.comparison import statistics
 from polyfed.comparison.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
 from polyfed.comparison.plan import Cell, concerns, grid
-from polyfed.config import typed
 from polyfed.errors import InputError
+from polyfed.ranges import typed
 from polyfed.seeds import numpy_generator
 
 BySeed = Mapping[int, Outcome]
