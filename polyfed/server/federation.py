@@ -68,8 +68,10 @@ class Federation:
         *,
         device: torch.device | None = None,
         devices: Mapping[int, Device] | None = None,
+        card: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self._card = card
         self._clock = _new_clock(config, devices)
         self.method = method
         self.engine = engine
@@ -363,7 +365,13 @@ class Federation:
         if self.config.confusion == "ends":
             self._record_ends()
         self.folder.finish(
-            self.server.round, self.server.named_state(), self.progress.to_dict(), rows, self.engine.states, summary
+            self.server.round,
+            self.server.named_state(),
+            self.progress.to_dict(),
+            rows,
+            self.engine.states,
+            summary,
+            None if self.engine.states is None else self._card,
         )
         return summary
 
