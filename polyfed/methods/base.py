@@ -240,6 +240,8 @@ class Method:
     paper: ClassVar[str]
     sends: ClassVar[str]
     """What leaves a client, in a few words."""
+    reveals: ClassVar[str] = ""
+    """What such a message tells the server about a client's data, in plain words; empty: the method does not say."""
     requires: ClassVar[tuple[Common, ...]] = ()
     """What clients must have in common."""
     announces_classes: bool = False

@@ -48,6 +48,10 @@ class FedKD(SharedNetwork):
     title = "FedKD"
     paper = "Wu et al., Nature Communications 2022"
     sends = "the changes of a small common network, compressed"
+    reveals = (
+        "The changes are an update from which images and labels can in part be reconstructed; compression blurs it, "
+        "but is no protection."
+    )
     depends_on_rounds = True
     grid = {"energy_start": (0.8, 0.9, 0.95), "energy_end": (0.95, 0.98, 0.99)}
 

@@ -27,6 +27,7 @@ def methods() -> list[dict[str, Any]]:
             "title": method.title,
             "paper": method.paper,
             "sends": method.sends,
+            "reveals": method.reveals,
             "requires": list(method.requires),
             "options": [
                 {
