@@ -96,6 +96,7 @@ class Federation:
             self.server.load(saved.server)
         except RuntimeError as error:
             raise misfit("the server") from error
+        self.method.forget(self.server, saved.lost)
         self.progress = Progress.from_dict(saved.progress)
         self.engine.restore(saved.round, saved.clients)
 
@@ -256,6 +257,7 @@ class Federation:
         sound, refused = self.door.admit(number, replies, self.progress.sizes)
         for client, reason in refused.items():
             self.note(f"round {number} continues without client {client}: {reason}", client=client)
+        self.method.forget(self.server, refused)
         return sound
 
     def _evaluates(self, number: int) -> bool:
