@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyfed.api import Result, resume, run
-    from polyfed.compare.comparison import Comparison, compare
+    from polyfed.comparison.compare import Comparison, compare
     from polyfed.config import Experiment, experiment, read_experiment
     from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
     from polyfed.engines.base import Engine
@@ -60,7 +60,7 @@ __all__ = [
 
 _HOMES = {
     "api": ("Result", "resume", "run"),
-    "compare": ("Comparison", "compare"),
+    "comparison.compare": ("Comparison", "compare"),
     "config": ("Experiment", "experiment", "read_experiment"),
     "data": ("Dataset", "from_arrays", "from_torch_dataset", "load_dataset"),
     "engines.base": ("Engine",),

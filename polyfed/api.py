@@ -34,6 +34,7 @@ from polyfed.report.progress import watched
 from polyfed.resuming import changed_settings, check_trusted, differences, located
 from polyfed.server.federation import Federation, Watcher
 from polyfed.server.scores import percent
+from polyfed.trackers.fed import run_tracked
 
 
 @dataclass
@@ -303,7 +304,7 @@ def _go(
             _record_start(federation, machine_name(population.device), before, planned)
             for problem in [*found, *problems]:
                 federation.note(problem)
-            summary = federation.run()
+            summary = run_tracked(federation)
         finally:
             engine.close()
     return Result(folder, summary, lambda: population, temporary)

@@ -11,16 +11,16 @@ from typing import Any
 import pandas as pd
 
 from polyfed.addresses import PYTHON
-from polyfed.compare import folder as folders
-from polyfed.compare import pictures, render
-from polyfed.compare.outcomes import ROUNDS, Outcome, RoundChoice, read_outcome
-from polyfed.compare.plan import Cell, MethodChoice, common_settings, grid, plan
-from polyfed.compare.runner import run_cells
-from polyfed.compare.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
-from polyfed.config import typed
+from polyfed.comparison import folder as folders
+from polyfed.comparison import pictures, render
+from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, read_outcome
+from polyfed.comparison.plan import Cell, MethodChoice, common_settings, grid, plan
+from polyfed.comparison.runner import run_cells
+from polyfed.comparison.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
 from polyfed.data import Dataset
 from polyfed.errors import InputError
 from polyfed.models import Models, resolve
+from polyfed.ranges import typed
 from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Watcher
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from polyfed.compare import statistics
-from polyfed.compare.outcomes import Outcome
-from polyfed.compare.plan import Cell, concerns, grid
-from polyfed.config import typed
+from polyfed.comparison import statistics
+from polyfed.comparison.outcomes import Outcome
+from polyfed.comparison.plan import Cell, concerns, grid
+from polyfed.ranges import typed
 from polyfed.records import disk
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
