@@ -109,7 +109,9 @@ class Result:
 
     def model(self, client: int) -> SplitNetwork:
         """A client's private model, in evaluation mode."""
-        return self.network(client).model
+        saved = {n: t for n, t in self.folder.model_state(client).items() if n.startswith("model.")}
+        alone = ClientNetwork(self.population.new_network(client).cpu().model, {})
+        return filled(alone, saved, f"the model of client {client} in '{self.folder.path}'").model
 
     def predict(self, client: int, x: Any) -> Prediction:
         """What a client predicts for one image or many, by the method's own rule: classes, names, probabilities.
@@ -325,6 +327,12 @@ def _record_start(federation: Federation, machine: str, config_before: Experimen
     folder.add_start(start, federation.engine.name, machine)
     if earlier and earlier[-1]["machine"] != machine:
         federation.note(f"until round {start} the run was on {earlier[-1]['machine']}; it continues on {machine}")
+    now = folder.starts()[-1]["polyfed"]
+    if earlier and earlier[-1]["polyfed"] != now:
+        federation.note(
+            f"until round {start} the run was made by polyfed {earlier[-1]['polyfed']}; it continues with {now}, whose "
+            "numbers may differ"
+        )
     if config_before is not None:
         for change in differences(config_before, federation.config):
             federation.note(f"from round {start + 1} on, {change}")
