@@ -201,3 +201,14 @@ def test_a_checkpoint_that_does_not_fit_into_memory_is_missed(tmp_path: Path, mo
         patch.setattr("polyfed.records.states.stacked", short_of_memory)
         result = polyfed.run(**settings, **tiny(), out=tmp_path / "run")
     assert notes(result.folder.path) == ["the checkpoint of round 1 could not be written (out of memory)"]
+
+
+def test_fedkd_sends_the_network_to_clients_whose_states_are_lost(tmp_path: Path) -> None:
+    """After round 2 the server expects all clients to hold version 1, but those that are repaired hold nothing."""
+    path = stopped(tmp_path / "run", method="fedkd")
+    for file in (path / "checkpoint").glob("clients-*"):
+        file.write_bytes(b"torn")
+    result = polyfed.resume(path, repair=True, **tiny())
+    assert result.rounds.replies.tolist() == [4, 4, 4, 4]
+    floats = result.rounds.download_floats.tolist()
+    assert floats[2] == floats[0] > max(floats[1], floats[3])

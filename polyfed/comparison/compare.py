@@ -18,10 +18,10 @@ from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, read_outco
 from polyfed.comparison.plan import Cell, MethodChoice, common_settings, grid, plan
 from polyfed.comparison.runner import run_cells
 from polyfed.comparison.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
-from polyfed.config import typed
 from polyfed.data import Dataset
 from polyfed.errors import InputError, RunError
 from polyfed.models import Models, resolve
+from polyfed.ranges import typed
 from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Watcher
 

@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from polyfed.comparison.plan import OWN, Cell, common_settings
-from polyfed.config import read_yaml, typed
+from polyfed.config import read_yaml
 from polyfed.errors import InputError
+from polyfed.ranges import typed
 from polyfed.records import disk
 from polyfed.records.claim import locked, writable
 from polyfed.records.origin import settings_by_name

@@ -15,7 +15,7 @@ import pandas as pd
 from polyfed.comparison import statistics
 from polyfed.comparison.outcomes import Outcome
 from polyfed.comparison.plan import Cell, concerns, grid
-from polyfed.config import typed
+from polyfed.ranges import typed
 from polyfed.records import disk
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")

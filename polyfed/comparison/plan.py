@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.addresses import trusting
-from polyfed.config import GROUPS, SHORTCUTS, Experiment, experiment, merged, named_by, normal_form, read_yaml, typed
+from polyfed.config import GROUPS, Experiment, experiment, merged, named_by, read_yaml
 from polyfed.errors import InputError
 from polyfed.methods import find_method
 from polyfed.methods.base import Method
+from polyfed.normal_form import SHORTCUTS, normal_form
+from polyfed.ranges import typed
 from polyfed.records.origin import settings_by_name
 from polyfed.resuming import check_trusted
 
@@ -22,7 +24,7 @@ MethodChoice = str | Path | type[Method] | Mapping[str, Any]
 """A name, an address, a file, a class, or a mapping with a name, options and perhaps a label."""
 OWN = ("method.", "training.")
 """Settings that may differ between the methods of a comparison; all others must be the same."""
-HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray")
+HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray", "tracker")
 """Settings that may differ between any two runs: they have no influence on numbers, or are the comparison's own."""
 LONGEST_NAME = 120
 FILES = (".yaml", ".yml")

@@ -10,7 +10,8 @@ summary.json       the run's result in a few numbers, written at the end
 events.jsonl       everything noteworthy, a line each: where it ran, rounds with their costs, faults, fallbacks
 checkpoint/        where to continue after an interruption; removed at the end
 models/            client-0003.safetensors: each client's private model (`model.…`) and what the method keeps beside it;
-                   files of many clients if there are more than a few hundred; server.safetensors: the server's state
+                   files of many clients if there are more than a few hundred; server.safetensors: the server's state;
+                   card.json: what prediction needs besides these
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ LOGS = ("rounds.csv", "evaluations.csv", "events.jsonl", "confusion.csv")
 NEW_LOGS = {"confusion.csv"}
 """Runs that started with polyfed 0.1 do not have these."""
 RESULTS = ("clients.csv", "summary.json")
+CARD = "card.json"
 NAMES = ("config.yaml", "run.json", *LOGS, *RESULTS, "checkpoint", "models")
 """Everything that a run writes into its folder."""
 
@@ -192,21 +194,26 @@ class RunFolder:
         clients: Iterable[Mapping[str, Any]],
         states: States | None,
         summary: Mapping[str, Any],
+        card: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the models, clients.csv and summary.json; then the run is finished, and its checkpoints are removed."""
+        """Write the models, clients.csv and summary.json; then the run is finished, and its checkpoints are removed.
+
+        `card` is what a reader of the models needs to predict with them.
+        """
         rows = list(clients)
         models = self.path / "models"
         disk.make_folder(models)
         files = [] if states is None else write_models(models, [int(row["client"]) for row in rows], states.get_state)
         stored = write_file(models, "server.safetensors", state_bytes(server))
+        kept = None if card is None else write_file(models, CARD, (as_json(card, indent=1) + "\n").encode())
         disk.sync_folder(models)
-        disk.remove_unfinished(models, (*(file.file for file in files), stored.file))
+        disk.remove_unfinished(models, (*(file.file for file in files), stored.file, CARD))
         table = as_csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
         texts = zip(RESULTS, (table, as_json(summary, indent=2) + "\n"), strict=True)
         results = tuple(write_file(self.path, name, text.encode()) for name, text in texts)
         disk.sync_folder(self.path)
         records = {name: log.sync(copy=False) for name, log in self._logs.items()}
-        end = Ending(round, dict(progress), stored, tuple(files), records, results)
+        end = Ending(round, dict(progress), stored, tuple(files), records, results, kept)
         self._write_content(finished=end.to_dict())
         self.tidy()
 
@@ -244,7 +251,7 @@ class RunFolder:
         self._write_content(finished=None)
         for file in end.results:
             disk.remove(self.path / file.file)
-        for name in [*(shard.file for shard in end.clients), end.server.file]:
+        for name in [*(shard.file for shard in end.clients), end.server.file, CARD]:
             disk.remove(models / name)
         disk.remove_folder(models)
         return [problem for problem in problems if problem]
@@ -289,11 +296,11 @@ class RunFolder:
         """Raise if these are not the settings that the run started with, as far as they determine its numbers."""
         check_same(self.path, self._content.get("settings", {}), fixed_settings(config))
 
-    def check_facts(self, facts: Mapping[str, str]) -> None:
-        """Raise if data, partition or networks are not those that the run started with."""
+    def check_facts(self, facts: Mapping[str, str], *, complete: bool = True) -> None:
+        """Raise if data, partition or networks are not those that the run started with, or `complete` and not all."""
         known = self._content.get("facts", {})
         check_same(self.path, known, facts)
-        if known:
+        if known and complete:
             check_same_names(self.path, known, facts)
 
     def damage(self) -> list[str]:
@@ -301,6 +308,7 @@ class RunFolder:
         end = self._ending()
         found = [self._logs[name].damage(extent) for name, extent in end.records.items()]
         found += [file.change(self.path) for file in end.results]
+        found += [end.card.change(self.path / "models")] if end.card else []
         return [problem for problem in found if problem]
 
     def starts(self) -> list[dict[str, Any]]:
@@ -376,6 +384,20 @@ class RunFolder:
             return load(self._ending().server.read(self.path / "models"))
         except Damaged as error:
             raise InputError(f"the server's state in '{self.path / 'models'}' can't be read: {error}.") from error
+
+    @property
+    def has_models(self) -> bool:
+        """Whether this finished run has its clients' models; clients elsewhere keep their own."""
+        return bool(self._ending().clients)
+
+    def card(self) -> bytes | None:
+        """models/card.json of a finished run, as JSON; None if the run has written none."""
+        self.summary()
+        listed = self._ending().card
+        try:
+            return None if listed is None else listed.read(self.path / "models")
+        except Damaged as error:
+            raise InputError(f"the card in '{self.path / 'models'}' can't be read: {error}; restore it.") from error
 
     def _ending(self) -> Ending:
         listed = self._content.get("finished")
