@@ -34,7 +34,7 @@ from polyfed.errors import InputError
 from polyfed.message import State, state_bytes
 from polyfed.records import disk
 from polyfed.records.checkpoint import Checkpoints, Restored
-from polyfed.records.claim import check_free, locked, new_id, read_claim, resume_command, taken
+from polyfed.records.claim import check_free, locked, new_id, read_claim, resume_command, taken, writable
 from polyfed.records.ending import Ending
 from polyfed.records.log import Extent, Log
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
@@ -79,21 +79,20 @@ class RunFolder:
             "settings": fixed_settings(config),
             "facts": dict(facts or {}),
         }
-        try:
-            if not path.is_dir():
-                disk.make_folder(path)
-            with locked(path):
-                disk.remove_unfinished(path, NAMES)
-                check_free(path, LOGS)
-                disk.write_first(path / "run.json", as_json(content, indent=2) + "\n")
-                folder = cls(path)
-                for log in folder._logs.values():
-                    log.create()
-                disk.write(path / "config.yaml", config.to_yaml())
-        except FileExistsError as error:  # another process was faster, or it is a file
-            raise taken(path) from error
-        except OSError as error:
-            raise InputError(f"can't write to '{path}': {error.strerror}; choose another folder (--out).") from error
+        with writable(path):
+            try:
+                if not path.is_dir():
+                    disk.make_folder(path)
+                with locked(path):
+                    disk.remove_unfinished(path, NAMES)
+                    check_free(path, LOGS)
+                    disk.write_first(path / "run.json", as_json(content, indent=2) + "\n")
+                    folder = cls(path)
+                    for log in folder._logs.values():
+                        log.create()
+                    disk.write(path / "config.yaml", config.to_yaml())
+            except FileExistsError as error:  # another process was faster, or it is a file
+                raise taken(path) from error
         return folder
 
     @classmethod
