@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -20,30 +20,12 @@ from polyfed.methods import METHODS, find_method
 from polyfed.methods.base import Training
 from polyfed.models.architectures import Assignment
 from polyfed.models.layers import Match
-from polyfed.registry import ENGINES, Registry
+from polyfed.normal_form import SHORTCUTS, normal_form, with_nones
+from polyfed.ranges import allowed
+from polyfed.registry import ENGINES
 from polyfed.settings import Settings
+from polyfed.trackers import checked_trackers
 from polyfed.yaml_text import RepeatedKey, parse_yaml
-
-_RELEASED_CODE = {
-    "epochs": 10, "batch_size": 512, "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3, "clip": 50.0, "augment": True,
-}  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {
-        "epochs": 1, "batch_size": 64, "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "clip": None, "augment": False,
-    },
-    "released-code": _RELEASED_CODE,
-    "batch-64": {**_RELEASED_CODE, "batch_size": 64},
-}  # fmt: skip
-"""Training settings by name."""
-
-PRESET_TITLES: dict[str, str] = {
-    "paper": "plain SGD, as the papers' texts say, with batch 64",
-    "released-code": "as pFedES's code, batch 512: one step per epoch with 100 clients on CIFAR-100",
-    "batch-64": "released-code with batch 64, where the published gains appear",
-}
-
-SHORTCUTS = ("epochs", "batch_size", "lr")
-"""Training settings that may stand at the top level of an experiment."""
 
 
 class RaySettings(Settings):
@@ -145,6 +127,9 @@ class Experiment(Settings):
     checkpoint_every: int | None = Field(
         None, ge=1, description="rounds between checkpoints; none: chosen to take at most 3 % of the time"
     )
+    tracker: str = Field(
+        "none", description="where to follow the run: tensorboard, mlflow, wandb, or several, separated by commas"
+    )
 
     @field_validator("method", mode="before")
     @classmethod
@@ -185,6 +170,11 @@ class Experiment(Settings):
         if value not in ENGINES.reserved and is_trusted("engine"):
             ENGINES.find(value)
         return value
+
+    @field_validator("tracker", mode="before")
+    @classmethod
+    def _known_trackers(cls, value: object) -> str:
+        return checked_trackers(value)
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -301,50 +291,6 @@ def merged(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with underscores for hyphens, the method as a mapping, preset and shortcuts as part of the training."""
-    flat = _underscored(values)
-    method, preset = flat.get("method"), flat.pop("preset", None)
-    if method is not None:
-        flat["method"] = {"name": method} if isinstance(method, str) else method
-    if isinstance(method, Mapping):
-        flat["method"] = _underscored(method)
-    nested, ray = _group(flat, "training", "lr: 0.1"), _group(flat, "ray", "hosts: 2")
-    if preset is not None and preset not in PRESETS:
-        raise unknown_name("preset", str(preset), PRESETS)
-    shortcuts = {name: flat.pop(name) for name in SHORTCUTS if name in flat}
-    given = {name: value for name, value in shortcuts.items() if value is not None}
-    for name in given.keys() & nested.keys():
-        if given[name] != nested[name]:
-            raise InputError(
-                f"{name} is {given[name]!r} at the top level and {nested[name]!r} under training: keep one of them."
-            )
-    return {**flat, "training": {**PRESETS.get(preset, {}), **nested, **given}, "ray": ray}
-
-
-def _group(flat: dict[str, Any], name: str, example: str) -> dict[str, Any]:
-    """Take a group of settings out."""
-    values = flat.pop(name, None)
-    if isinstance(values, BaseModel):
-        values = values.model_dump()
-    if not isinstance(values, Mapping | None):
-        raise InputError(f"{name} is {values!r}, but must be names with values, such as '{example}'.")
-    return _underscored(values or {})
-
-
-def with_nones(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the word none as no value where a setting may have none; YAML itself has only null."""
-    optional = {name for name, info in model.model_fields.items() if type(None) in get_args(info.annotation)}
-    return {
-        name: None if name in optional and isinstance(value, str) and value.lower() == "none" else value
-        for name, value in values.items()
-    }
-
-
-def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(name).replace("-", "_"): value for name, value in values.items()}
-
-
 def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> InputError:
     """The first complaint of a validation as one sentence that names the field, the value and what is allowed."""
     first = error.errors()[0]
@@ -364,49 +310,3 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
     if first["type"] == "missing":
         return InputError(f"{name} is missing.")
     return InputError(f"{name} is {first['input']!r}, but {allowed(model, path, first['msg'])}.")
-
-
-def allowed(model: type[BaseModel], path: list[str], message: str) -> str:
-    """What a field accepts, in words: its range or its choices."""
-    for part in path[:-1]:
-        nested = model.model_fields[part].annotation if part in model.model_fields else None
-        if isinstance(nested, type) and issubclass(nested, BaseModel):
-            model = nested
-    described = describe_range(model, path[-1]) if path[-1] in model.model_fields else ""
-    return f"must be {described}" if described else message[:1].lower() + message[1:]
-
-
-def typed(value: object) -> str:
-    """A value as a user would type it.
-
-    >>> typed(None), typed(True), typed(0.1), typed("8:1:1")
-    ('none', 'true', '0.1', '8:1:1')
-    """
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def describe_range(model: type[BaseModel], name: str) -> str:
-    """The values a field accepts, in words.
-
-    >>> describe_range(Experiment, "participation"), describe_range(Experiment, "assignment")
-    ('a number greater than 0 and at most 1', 'one of cycle, random')
-    """
-    info = model.model_fields[name]
-    for names in info.metadata:
-        if isinstance(names, Registry):
-            return f"one of {', '.join(names.choices)}, or package.module:Class"
-    choices = [c for c in (info.annotation, *get_args(info.annotation)) if getattr(c, "__origin__", None) is Literal]
-    if choices:
-        return "one of " + ", ".join(str(choice) for choice in get_args(choices[0]))
-    types = {info.annotation, *get_args(info.annotation)}
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-    noun = next((noun for kind, noun in kinds.items() if kind in types), "")
-    words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
-    limits = [
-        f"{word} {getattr(limit, key):g}"
-        for limit in info.metadata
-        for key, word in words.items()
-        if hasattr(limit, key)
-    ]
-    text = " ".join(part for part in (noun, " and ".join(limits)) if part)
-    return f"{text}, or none" if text and type(None) in types else text

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from polyfed.config import PRESET_TITLES, PRESETS, describe_range, experiment, merged, read_experiment
+from polyfed.config import experiment, merged, read_experiment
 from polyfed.errors import InputError
 from polyfed.methods.base import Training
+from polyfed.normal_form import PRESET_TITLES, PRESETS
+from polyfed.ranges import describe_range
 from polyfed.yaml_text import parse_yaml
 
 

@@ -16,7 +16,7 @@ from polyfed.report.progress import bench_line
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List the methods and their options. With their papers, and what clients share."""
+    """List the methods and their options. With their papers, and what clients send."""
     show_list(as_json, tables.methods(), tables.methods_table(), tables.method_options_table())
 
 

@@ -11,17 +11,11 @@ import typer
 import yaml
 from pydantic import BaseModel
 
-from polyfed.config import (
-    GROUPS,
-    PRESET_TITLES,
-    Experiment,
-    describe_range,
-    merged,
-    normal_form,
-    typed,
-)
+from polyfed.config import GROUPS, Experiment, merged
 from polyfed.errors import InputError
 from polyfed.methods.base import Training
+from polyfed.normal_form import PRESET_TITLES, normal_form
+from polyfed.ranges import describe_range, typed
 from polyfed.yaml_text import parse_yaml
 
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))

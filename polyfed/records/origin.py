@@ -9,7 +9,9 @@ from typing import Any
 from polyfed.config import Experiment
 from polyfed.errors import InputError
 
-FREE = {"rounds", "engine", "device", "workers", "memory_budget", "ray", "checkpoint_every", "data_folder"}
+FREE = {
+    "rounds", "engine", "device", "workers", "memory_budget", "ray", "checkpoint_every", "data_folder", "tracker",
+}  # fmt: skip
 """Settings that may change when a run continues: they say how long and where it runs, not what comes out."""
 
 

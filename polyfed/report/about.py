@@ -6,8 +6,8 @@ import math
 import shlex
 from typing import Any
 
-from polyfed.config import typed
 from polyfed.methods import METHODS
+from polyfed.ranges import typed
 from polyfed.records.claim import resume_command
 from polyfed.report import html
 from polyfed.report.data import Material, Run

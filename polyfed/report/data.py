@@ -17,13 +17,14 @@ from typing import Any
 import pandas as pd
 
 from polyfed import confusion
-from polyfed.compare.folder import PLAN
-from polyfed.compare.outcomes import SIMULATED, Outcome, RoundChoice, read_curve, read_outcome
-from polyfed.compare.plan import folder_name
-from polyfed.compare.render import Sheet, legend, sheets
-from polyfed.compare.table import Question, rows_at
-from polyfed.config import read_yaml, typed
+from polyfed.comparison.folder import PLAN
+from polyfed.comparison.outcomes import SIMULATED, Outcome, RoundChoice, read_curve, read_outcome
+from polyfed.comparison.plan import folder_name
+from polyfed.comparison.render import Sheet, legend, sheets
+from polyfed.comparison.table import Question, rows_at
+from polyfed.config import read_yaml
 from polyfed.errors import InputError
+from polyfed.ranges import typed
 from polyfed.records import RunFolder
 from polyfed.records.claim import read_claim
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from polyfed.compare.pictures import COLOURS
+from polyfed.comparison.pictures import COLOURS
 from polyfed.errors import InputError
 
 INK = "currentColor"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import polyfed
-from polyfed.compare.render import latex
+from polyfed.comparison.render import latex
 from polyfed.errors import InputError
 from polyfed.records import disk
 from polyfed.report import html

@@ -9,10 +9,10 @@ from pydantic_core import PydanticUndefined
 from rich.table import Table
 
 from polyfed.bench import Measurement
-from polyfed.config import describe_range, typed
 from polyfed.data import SOURCES
 from polyfed.methods import METHODS
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
+from polyfed.ranges import describe_range, typed
 from polyfed.server.scores import percent
 from polyfed.tuning.records import Trial, Tuned
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyfed import api
-from polyfed.compare.outcomes import read_outcome
+from polyfed.comparison.outcomes import read_outcome
 from polyfed.engines.client.round import collect, evaluate
 from polyfed.methods.fedssa import FedSSA
 from polyfed.records import RunFolder

@@ -68,8 +68,10 @@ class Federation:
         *,
         device: torch.device | None = None,
         devices: Mapping[int, Device] | None = None,
+        card: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self._card = card
         self._clock = _new_clock(config, devices)
         self.method = method
         self.engine = engine
@@ -94,6 +96,7 @@ class Federation:
             self.server.load(saved.server)
         except RuntimeError as error:
             raise misfit("the server") from error
+        self.method.forget(self.server, saved.lost)
         self.progress = Progress.from_dict(saved.progress)
         self.engine.restore(saved.round, saved.clients)
 
@@ -254,6 +257,7 @@ class Federation:
         sound, refused = self.door.admit(number, replies, self.progress.sizes)
         for client, reason in refused.items():
             self.note(f"round {number} continues without client {client}: {reason}", client=client)
+        self.method.forget(self.server, refused)
         return sound
 
     def _evaluates(self, number: int) -> bool:
@@ -364,7 +368,13 @@ class Federation:
         if self.config.confusion == "ends":
             self._record_ends()
         self.folder.finish(
-            self.server.round, self.server.named_state(), self.progress.to_dict(), rows, self.engine.states, summary
+            self.server.round,
+            self.server.named_state(),
+            self.progress.to_dict(),
+            rows,
+            self.engine.states,
+            summary,
+            None if self.engine.states is None else self._card,
         )
         return summary
 

@@ -11,8 +11,9 @@ import pytest
 import polyfed
 from polyfed import registry
 from polyfed.cli.options import _annotation
-from polyfed.config import describe_range, read_experiment
+from polyfed.config import read_experiment
 from polyfed.engines import ENGINES, LocalEngine, SequentialEngine, new_engine
+from polyfed.ranges import describe_range
 from tests import support
 from tests.methods.test_outside import example
 from tests.stopping import StopAfterTwo

@@ -1,0 +1,172 @@
+"""Worker processes, each of which works on one run at a time. One that is killed costs its run, not the others.
+
+They talk in lines of JSON and not by `multiprocessing`, which would import the caller's script again in every worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import IO, Any
+
+from polyfed.compute import available_cores
+
+
+class Worker:
+    """A process that is given one task after another."""
+
+    def __init__(self, threads: int) -> None:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the worker
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "polyfed.comparison.worker", str(threads)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+            start_new_session=True,  # Ctrl-C on the terminal is for the parent, which lets workers end their rounds
+        )  # fmt: skip
+
+    def do(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Give a task and wait for the answer; None if the worker has died."""
+        assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):  # it has died, or was told to stop
+            return None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
+        return answer
+
+    def epitaph(self) -> str:
+        """What a dead worker died of."""
+        status = self._process.wait()
+        if status < 0:
+            name = signal.Signals(-status).name
+            cause = "; the machine may be short of memory, so try fewer jobs" * (name == "SIGKILL")
+            return f"its process was ended by {name}{cause}."
+        self._errors.seek(0)
+        last = (self._errors.read().strip().splitlines() or [""])[-1]
+        return f"its process ended with status {status}{f': {last}' if last else ''}."
+
+    def stop(self) -> None:
+        """Let it end after the round in progress."""
+        if self._process.stdin:
+            try:
+                self._process.stdin.close()
+            except OSError:
+                return
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def join(self) -> None:
+        self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._errors.close()
+
+
+class Crew:
+    """So many workers, which share the cores."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._threads = max(1, available_cores() // number)
+        self._workers: set[Worker] = set()
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._answers: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue()
+        self._hands: list[threading.Thread] = []
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop(at_once=kind is not None)
+
+    def work(
+        self, tasks: Mapping[str, Mapping[str, Any]], stop_requested: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Do all tasks; gives each one's name and answer when it is done."""
+        left = deque(tasks.items())
+        self._hands = [threading.Thread(target=self._hand, args=(left,), daemon=True) for _ in range(self._number)]
+        for hand in self._hands:
+            hand.start()
+        busy = self._number
+        while busy:
+            if stop_requested():
+                self._let_go()
+            try:
+                answer = self._answers.get(timeout=0.2)  # wakes up for signals and for requests to stop
+            except queue.Empty:
+                continue
+            if answer is None:
+                busy -= 1
+            else:
+                yield answer
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Let all workers end after their rounds, or at once, and wait for them."""
+        self._let_go()
+        try:
+            for hand in [] if at_once else self._hands:
+                while hand.is_alive():
+                    hand.join(0.2)
+        finally:
+            with self._lock:
+                for worker in self._workers:
+                    worker.kill()
+            for hand in self._hands:
+                hand.join()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._stopping = True
+            for worker in self._workers:
+                worker.stop()
+
+    def _hand(self, left: deque[tuple[str, Mapping[str, Any]]]) -> None:
+        """One worker after another, as long as there are tasks; a new one if the last has died."""
+        worker: Worker | None = None
+        try:
+            while not self._stopping:
+                try:
+                    name, task = left.popleft()
+                except IndexError:
+                    break
+                worker = worker or self._hire()
+                answer = worker.do(task) if worker else None
+                if worker and answer is None and not self._stopping:
+                    answer = {"reason": worker.epitaph()}
+                    self._dismiss(worker)
+                    worker = None
+                if answer is not None and not answer.get("stopped"):
+                    self._answers.put((name, answer))
+        finally:
+            if worker:
+                worker.stop()
+                self._dismiss(worker)
+            self._answers.put(None)
+
+    def _hire(self) -> Worker | None:
+        with self._lock:
+            if self._stopping:
+                return None
+            worker = Worker(self._threads)
+            self._workers.add(worker)
+            return worker
+
+    def _dismiss(self, worker: Worker) -> None:
+        worker.join()
+        with self._lock:
+            self._workers.discard(worker)

@@ -1,0 +1,216 @@
+"""Brings all runs of a comparison to their end, new or interrupted, one by one or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyfed import api
+from polyfed.addresses import PYTHON, trusting
+from polyfed.comparison.crew import Crew
+from polyfed.comparison.plan import Cell
+from polyfed.config import Experiment, read_yaml
+from polyfed.data import Dataset, load_dataset
+from polyfed.errors import InputError, PolyfedError, first_line
+from polyfed.methods import METHODS
+from polyfed.models import Models
+from polyfed.records import RunFolder
+from polyfed.records.origin import FREE, shown
+from polyfed.registry import ENGINES
+from polyfed.server.federation import Interrupted, Watcher
+
+
+@dataclass
+class Errors:
+    """What went wrong, by run."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    of_input: set[str] = field(default_factory=set)
+    """Runs that failed because of what was asked for."""
+
+    def add(self, name: str, reason: str, *, of_input: bool) -> None:
+        self.reasons[name] = reason
+        if of_input:
+            self.of_input.add(name)
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    jobs: int = 1,
+    tell: Callable[[str], None] = lambda line: None,
+    watcher: Watcher | None = None,
+    data: Dataset | None = None,
+    models: Models | None = None,
+) -> dict[str, str]:
+    """Finish every run under `folder`/runs and return the reason of each that failed, by its name.
+
+    Finished runs stay as they are, interrupted ones are resumed, and a failed one does not stop the others. `jobs`
+    runs at a time are in processes of their own; a single one in this process. `tell` gets a line per finished
+    run, `watcher` hears of the rounds in this process and may ask to stop. Raises `Interrupted` after Ctrl-C, and
+    `InputError` if all runs fail for the same wrong input. `data` and `models` are those that came from Python.
+    """
+    if jobs < 1:
+        raise InputError(f"jobs is {jobs}, but must be a whole number at least 1.")
+    if jobs > 1:
+        check_portable(cells)
+    paths = {cell.name: folder / "runs" / cell.name for cell in cells}
+    if len(paths) < len(cells):
+        raise InputError("two runs of the comparison have the same name: give their methods other labels.")
+    errors, watcher = Errors(), watcher or Watcher()
+    left = _unfinished(cells, paths, errors, tell)
+    if left and jobs == 1:
+        _one_by_one(left, paths, errors, tell, watcher, data, models)
+    elif left:
+        _side_by_side(left, paths, min(jobs, len(left)), errors, tell, watcher)
+    reasons = list(errors.reasons.values())
+    if reasons and len(errors.of_input) == len(cells) and len(set(reasons)) == 1:
+        raise InputError(reasons[0])
+    return errors.reasons
+
+
+def finish(
+    config: Experiment,
+    path: Path,
+    watcher: Watcher | None = None,
+    data: Dataset | None = None,
+    models: Models | None = None,
+) -> None:
+    """Run, or resume, one experiment in its folder."""
+    if is_finished(config, path):
+        return
+    if (path / "config.yaml").exists():
+        # Its settings were just found to be those of the plan, so whatever code they name is what the user named.
+        api.resume(path, watcher=watcher, progress=False, trust=True, data=data, models=models)
+        return
+    values = config.model_dump()
+    values |= {} if data is None else {"data": data}
+    values |= {} if models is None else {"models": models}
+    with trusting(True):
+        api.run(**values, out=path, watcher=watcher, progress=False)
+
+
+def is_finished(config: Experiment, path: Path) -> bool:
+    """Whether this run has been finished; raises if the folder holds another run."""
+    if not (path / "config.yaml").exists():
+        return False
+    found, wanted = read_yaml(path / "config.yaml"), config.model_dump(mode="json")
+    for name, value in wanted.items():
+        if (name not in FREE or name == "rounds") and name in found and found[name] != value:
+            raise InputError(
+                f"'{path}' holds a run with {name} {shown(found[name])}, not {shown(value)}: move it away, or compare "
+                "in another folder (--out)."
+            )
+    return RunFolder.open(path).finished
+
+
+def check_portable(cells: Sequence[Cell]) -> None:
+    """Raise if a run needs what only this process has."""
+    for cell in cells:
+        for registry, name in ((METHODS, cell.config.method["name"]), (ENGINES, cell.config.engine)):
+            if not registry.is_found_elsewhere(name):
+                raise InputError(
+                    f"the {registry.kind} '{name}' is known only to this process: use jobs=1, or name it by its "
+                    "address, package.module:Class."
+                )
+        for name, value in (("data", cell.config.data), ("models", cell.config.models)):
+            if value.startswith(PYTHON):
+                raise InputError(
+                    f"{name} from Python can't be given to other processes: use jobs=1, or name them by a file or an "
+                    "address, such as npz:PATH or package.module:factory."
+                )
+
+
+def _unfinished(
+    cells: Sequence[Cell], paths: Mapping[str, Path], errors: Errors, tell: Callable[[str], None]
+) -> list[Cell]:
+    """The runs that are left; one whose folder holds another run has failed."""
+    left = []
+    for cell in cells:
+        try:
+            left += [] if is_finished(cell.config, paths[cell.name]) else [cell]
+        except PolyfedError as error:
+            errors.add(cell.name, str(error), of_input=True)
+            tell(f"{cell.name} failed: {error}")
+    if left:
+        done = len(cells) - len(left) - len(errors.reasons)
+        tell(f"{len(left)} {'run' if len(left) == 1 else 'runs'} to do, {done} already finished")
+    return left
+
+
+def _one_by_one(
+    cells: Sequence[Cell],
+    paths: Mapping[str, Path],
+    errors: Errors,
+    tell: Callable[[str], None],
+    watcher: Watcher,
+    data: Dataset | None,
+    models: Models | None,
+) -> None:
+    for number, cell in enumerate(cells, 1):
+        if watcher.stop_requested:
+            raise _stopped(number - 1, len(cells))
+        try:
+            finish(cell.config, paths[cell.name], watcher, data, models)
+        except (Interrupted, KeyboardInterrupt) as error:
+            raise _stopped(number - 1, len(cells)) from error
+        except Exception as error:  # one run's failure must not cost the others
+            errors.add(cell.name, reason_of(error), of_input=isinstance(error, InputError))
+        _tell_end(tell, number, len(cells), cell, errors)
+
+
+def _side_by_side(
+    cells: Sequence[Cell],
+    paths: Mapping[str, Path],
+    jobs: int,
+    errors: Errors,
+    tell: Callable[[str], None],
+    watcher: Watcher,
+) -> None:
+    _fetch_data(cells)
+    by_name = {cell.name: cell for cell in cells}
+    tasks = {name: {"config": _portable(cell.config), "path": str(paths[name])} for name, cell in by_name.items()}
+    done = 0
+    with Crew(jobs) as crew:
+        try:
+            for name, answer in crew.work(tasks, lambda: watcher.stop_requested):
+                done += 1
+                if answer.get("reason"):
+                    errors.add(name, str(answer["reason"]), of_input=bool(answer.get("of_input")))
+                _tell_end(tell, done, len(cells), by_name[name], errors)
+        except KeyboardInterrupt:
+            tell("Stopping after the rounds in progress, with checkpoints; press Ctrl-C again to stop at once.")
+            with suppress(KeyboardInterrupt):
+                crew.stop()
+            raise _stopped(done, len(cells)) from None
+    if done < len(cells):
+        raise _stopped(done, len(cells))
+
+
+def _fetch_data(cells: Sequence[Cell]) -> None:
+    """Download what must be downloaded once, before several processes try to at the same time."""
+    for data, folder in {(cell.config.data, cell.config.data_folder) for cell in cells}:
+        with suppress(PolyfedError):  # every run will say what is wrong
+            load_dataset(data, folder)
+
+
+def _portable(config: Experiment) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _tell_end(tell: Callable[[str], None], number: int, total: int, cell: Cell, errors: Errors) -> None:
+    problem = errors.reasons.get(cell.name)
+    tell(f"{number} of {total}: {cell.name} {f'failed: {problem}' if problem else 'finished'}")
+
+
+def _stopped(done: int, total: int) -> Interrupted:
+    return Interrupted(f"stopped with {done} of {total} runs done; the same command continues with the others.")
+
+
+def reason_of(error: Exception) -> str:
+    """Why a run failed, in one line."""
+    return str(error) if isinstance(error, PolyfedError) else f"{type(error).__name__}: {first_line(error)}"

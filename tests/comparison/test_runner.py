@@ -1,0 +1,163 @@
+"""All runs get to their end: new ones, interrupted ones, and those beside one that was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from polyfed.assemble import assemble
+from polyfed.comparison.outcomes import read_outcome
+from polyfed.comparison.plan import Cell, plan
+from polyfed.comparison.runner import run_cells
+from polyfed.engines import SequentialEngine
+from polyfed.engines.client.workbench import state_of
+from polyfed.errors import InputError
+from polyfed.records import RunFolder
+from polyfed.server.federation import Federation, Interrupted, Watcher
+from tests.support import tiny_dataset
+
+SMALL: dict[str, Any] = {
+    "models": "tests.support:Narrow", "clients": 3, "rounds": 2, "device": "cpu", "engine": "sequential",
+    "batch_size": 16, "lr": 0.1,
+}  # fmt: skip
+
+
+def small(methods: list[str], seeds: list[int], **settings: Any) -> list[Cell]:
+    return plan(methods, seeds, {**SMALL, **settings})
+
+
+def accuracies(folder: Path, cells: list[Cell]) -> dict[str, list[float]]:
+    return {cell.name: read_outcome(folder / "runs" / cell.name).curve["accuracy"].tolist() for cell in cells}
+
+
+class StopsAfter(Watcher):
+    """Asks to stop after so many rounds in all."""
+
+    def __init__(self, rounds: int) -> None:
+        self.left = rounds
+
+    def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+        self.left -= 1
+        self.stop_requested = self.left <= 0
+
+
+def test_methods_with_the_same_seed_share_data_partition_first_networks_and_participants(tmp_path: Path) -> None:
+    """And another seed has others; the methods' own modules come on top."""
+    cells = small(["standalone", "fedproto", "fml"], [0, 1], participation=0.4, clients=6, auxiliary="cnn5")
+    people = {(cell.method, cell.seed): assemble(cell.config) for cell in cells}
+
+    def parts(method: str, seed: int) -> list[list[int]]:
+        return [part.tolist() for own in people[method, seed].data.values() for part in own.parts]
+
+    def weights(method: str, seed: int) -> list[np.ndarray]:
+        network = people[method, seed].new_network(2)
+        return [tensor.numpy() for name, tensor in state_of(network).items() if name.startswith("model.")]
+
+    def participants(cell: Cell) -> list[list[int]]:
+        folder = RunFolder.create(tmp_path / cell.name, cell.config)
+        population = people[cell.method, cell.seed]
+        federation = Federation(cell.config, population.method, SequentialEngine(population), folder)
+        return [federation.participants(round) for round in range(1, 6)]
+
+    chosen = {(cell.method, cell.seed): participants(cell) for cell in cells}
+    for method in ("fedproto", "fml"):
+        for seed in (0, 1):
+            assert parts(method, seed) == parts("standalone", seed)
+            assert chosen[method, seed] == chosen["standalone", seed]
+            pairs = list(zip(weights(method, seed), weights("standalone", seed), strict=True))
+            assert pairs and all((mine == theirs).all() for mine, theirs in pairs)
+    assert parts("standalone", 0) != parts("standalone", 1)
+    assert chosen["standalone", 0] != chosen["standalone", 1]
+    assert not (weights("standalone", 0)[0] == weights("standalone", 1)[0]).all()
+
+
+def test_finished_runs_stay_and_an_interrupted_one_continues_to_the_same_numbers(tmp_path: Path) -> None:
+    cells = small(["standalone", "fedproto"], [0, 1], rounds=3)
+    assert run_cells(cells, tmp_path / "all") == {}
+    with pytest.raises(Interrupted, match="stopped with 1 of 4 runs done; the same command continues"):
+        run_cells(cells, tmp_path / "parts", watcher=StopsAfter(4))
+    first = tmp_path / "parts/runs/standalone-seed0/summary.json"
+    before = first.stat().st_mtime_ns
+    lines: list[str] = []
+    assert run_cells(cells, tmp_path / "parts", tell=lines.append) == {}
+    assert lines[0] == "3 runs to do, 1 already finished"
+    assert first.stat().st_mtime_ns == before
+    assert accuracies(tmp_path / "parts", cells) == accuracies(tmp_path / "all", cells)
+    lines.clear()
+    assert run_cells(cells, tmp_path / "parts", tell=lines.append) == {}
+    assert lines == []
+
+
+def test_a_failed_run_is_named_and_the_others_continue(tmp_path: Path) -> None:
+    cells = small(["fedavg", "standalone"], [0], models="tests.support:Narrow,tests.support:Wide")
+    failures = run_cells(cells, tmp_path)
+    assert list(failures) == ["fedavg-seed0"] and "needs the same network" in failures["fedavg-seed0"]
+    assert read_outcome(tmp_path / "runs/standalone-seed0").accuracy() > 0
+
+
+def test_input_that_is_wrong_for_all_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown dataset 'digit'"):
+        run_cells(small(["standalone", "fedproto"], [0], data="digit"), tmp_path)
+
+
+def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
+    (cell,) = small(["standalone"], [0])
+    assert run_cells([cell], tmp_path) == {}
+    config = tmp_path / "runs" / cell.name / "config.yaml"
+    before = config.read_text()
+    others = small(["standalone"], [0], rounds=3)
+    with pytest.raises(InputError, match="holds a run with rounds 2, not 3: move it away"):
+        run_cells(others, tmp_path)
+    changed = yaml.safe_load(before) | {"models": "no.such.module:Net"}
+    config.write_text(yaml.safe_dump(changed))
+    with pytest.raises(InputError, match="holds a run with models no.such.module:Net"):
+        run_cells([cell], tmp_path)
+
+
+def test_what_only_this_process_has_can_t_go_to_others(tmp_path: Path) -> None:
+    cells = plan(["standalone"], [0], {**SMALL, "data": "python:tiny"})
+    with pytest.raises(InputError, match="data from Python can't be given to other processes: use jobs=1"):
+        run_cells(cells, tmp_path, jobs=2, data=tiny_dataset())
+    assert run_cells(cells, tmp_path, data=tiny_dataset()) == {}
+    with pytest.raises(InputError, match="jobs is 0, but must be"):
+        run_cells(cells, tmp_path, jobs=0)
+
+
+class StopsWhenBegun(Watcher):
+    """Asks to stop as soon as a run has had two rounds; only its folder tells, as the run is in another process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def stop_requested(self) -> bool:  # type: ignore[override]
+        return any(len(path.read_text().splitlines()) > 2 for path in self._folder.glob("runs/*/rounds.csv"))
+
+
+def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is killed as if memory were short: its run fails, the others finish, and the next call finishes it too.
+
+    Asked to stop, workers end their rounds; the rest continues to the numbers of this process.
+    """
+    monkeypatch.setenv("POLYFED_TEST_DIES", str(tmp_path / "died"))
+    cells = small(["standalone"], [0, 1], models="tests.comparison.networks:Deadly")
+    failures = run_cells(cells, tmp_path, jobs=2)
+    assert len(failures) == 1
+    assert "its process was ended by SIGKILL; the machine may be short of memory" in next(iter(failures.values()))
+    (other,) = (cell for cell in cells if cell.name not in failures)
+    assert RunFolder.open(tmp_path / "runs" / other.name).finished
+    assert run_cells(cells, tmp_path) == {}
+
+    longer = small(["standalone"], [0], rounds=40)
+    assert run_cells(longer, tmp_path / "alone") == {}
+    with pytest.raises(Interrupted, match="the same command continues"):
+        run_cells(longer, tmp_path / "side", jobs=2, watcher=StopsWhenBegun(tmp_path / "side"))
+    stopped = RunFolder.open(tmp_path / "side/runs/standalone-seed0")
+    assert not stopped.finished and stopped.checkpoints.rounds()
+    assert run_cells(longer, tmp_path / "side") == {}
+    assert accuracies(tmp_path / "side", longer) == accuracies(tmp_path / "alone", longer)
