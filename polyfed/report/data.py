@@ -278,12 +278,9 @@ def read(*paths: str | Path, baseline: str = "standalone", round: RoundChoice = 
     sources = [_comparison(path, str(path) if len(folders) > 1 else "", baseline, round) for path in comparisons]
     single = [RunFolder.open(_existing(path)) for path in folders if path not in comparisons]
     if single:
-        runs = [Run(folder, label) for folder, label in zip(single, _labels(single), strict=True)]
+        runs = [_readable(Run(folder, label)) for folder, label in zip(single, _labels(single), strict=True)]
         sources.append(_source("Runs", runs, {}, baseline, round, []))
-    material = Material(sources)
-    for run in material.runs:
-        _check_readable(run)
-    return material
+    return Material(sources)
 
 
 def _where(frame: pd.DataFrame, column: str, value: Any) -> pd.DataFrame:
@@ -347,11 +344,11 @@ def _comparison(path: Path, source: str, baseline: str, round: RoundChoice) -> S
     for name, label, point in _planned(methods, sweeps, seeds):
         if (path / "runs" / name).is_dir():
             try:
-                runs.append(Run(RunFolder.open(path / "runs" / name), label, point, source))
+                runs.append(_readable(Run(RunFolder.open(path / "runs" / name), label, point, source)))
             except InputError as error:
                 notes.append(f"Left out: {error}")
     if not runs:
-        raise InputError(f"the comparison in '{path}' has no runs yet: its folder 'runs' is empty.")
+        raise InputError(notes[0] if notes else f"the comparison in '{path}' has no runs yet: run it first.")
     return _source(f"Comparison in {path}" if source else "Comparison", runs, sweeps, baseline, round, notes)
 
 
@@ -379,8 +376,8 @@ def _baseline(runs: Sequence[Run], wanted: str) -> str | None:
     return None
 
 
-def _check_readable(run: Run) -> None:
-    """Raise a sentence for records that can't be read, before anything is drawn."""
+def _readable(run: Run) -> Run:
+    """The run itself; records that can't be read raise a sentence, before anything is drawn."""
     try:
         _ = run.curve, run.confusion, run.seed
     except (KeyError, ValueError, TypeError) as error:
@@ -388,3 +385,4 @@ def _check_readable(run: Run) -> None:
             f"the records of the run in '{run.path}' can't be read ({type(error).__name__}: {error}): they are damaged "
             "or come from another version; restore them, or run it again from its config.yaml."
         ) from error
+    return run

@@ -38,7 +38,7 @@ def curves(frame: pd.DataFrame, x: str = "round", *, methods: Sequence[str] | No
     picked = alt.selection_point(fields=["method"], bind="legend")
     drawn = frame if x == "round" else frame[frame[x] > 0]
     legend = _legend(drawn, symbolType="stroke", symbolSize=400)
-    base = alt.Chart().encode(x=alt.X(f"{x}:Q", title=X_AXES[x], axis=alt.Axis(labelExpr=_SHORT, tickCount=6)))
+    base = alt.Chart().encode(x=_across(drawn[x], x))
     band = base.mark_area().encode(
         fill=alt.Fill("method:N", scale=look["colour"], legend=None),
         y=alt.Y("low:Q", title="accuracy (%)", scale=alt.Scale(zero=False)),
@@ -277,6 +277,15 @@ def pictures(frame: pd.DataFrame) -> Any:
         ),
         58 * len(kinds) + 40,
     )
+
+
+def _across(values: pd.Series, x: str) -> Any:
+    """The axis of rounds or costs; floats that differ a thousandfold are on a logarithmic one."""
+    alt = altair()
+    if x != "floats" or values.max() < 1000 * values.min():
+        return alt.X(f"{x}:Q", title=X_AXES[x], axis=alt.Axis(labelExpr=_SHORT, tickCount=6))
+    axis = alt.Axis(labelExpr=_SHORT, values=[10**power for power in range(13)])
+    return alt.X(f"{x}:Q", title=f"{X_AXES[x]} (logarithmic)", axis=axis, scale=alt.Scale(type="log", nice=False))
 
 
 def _methods(frame: pd.DataFrame, methods: Sequence[str] | None) -> list[str]:

@@ -79,9 +79,6 @@ def sections(material: Material, *, trust: bool = False) -> Iterator[Section]:
 
 def _summary(material: Material) -> str:
     blocks = []
-    damage = [problem for run in material.runs if run.folder.finished for problem in run.folder.damage()]
-    if damage:
-        blocks.append(html.listed([f"Beware, records changed after the end of a run: {each}" for each in damage]))
     for source in material.sources:
         blocks += [f"<h3>{escape(source.title)}</h3>"] if len(material.sources) > 1 else []
         blocks += [

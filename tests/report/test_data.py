@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from polyfed.compare import compare
+from polyfed.comparison.compare import compare
 from polyfed.errors import InputError
 from polyfed.records import RunFolder
 from polyfed.report import data, learned
@@ -112,7 +112,7 @@ def test_a_line_that_is_being_written_is_not_read(four: list[Path], tmp_path: Pa
     [
         ("run.json", "{", "run.json' is damaged"),
         ("evaluations.csv", "a,b\n1,2\n", "evaluations|records"),
-        ("evaluations.csv", "", "is damaged"),
+        ("evaluations.csv", "", "evaluations.csv has changed since the run ended"),
     ],
 )
 def test_broken_folder_is_a_sentence(four: list[Path], tmp_path: Path, name: str, content: str, words: str) -> None:
@@ -121,6 +121,16 @@ def test_broken_folder_is_a_sentence(four: list[Path], tmp_path: Path, name: str
     (broken / name).write_text(content)
     with pytest.raises(InputError, match=words):
         data.read(broken)
+
+
+def test_broken_run_of_a_comparison_is_left_out_with_a_note(tmp_path: Path) -> None:
+    compare(
+        ["standalone", "fedproto"], out=tmp_path, seeds=[0], noise_floor=False, data=tiny_dataset(),
+        models=[Wide, Narrow], **DEFAULTS,
+    )  # fmt: skip
+    (tmp_path / "runs" / "fedproto-seed0" / "evaluations.csv").write_text("round\n")
+    material = data.read(tmp_path)
+    assert material.names == ["standalone"] and material.sources[0].remarks[-1].startswith("Left out: the run in")
 
 
 def test_no_run_is_a_sentence(tmp_path: Path) -> None:
