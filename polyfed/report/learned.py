@@ -15,6 +15,8 @@ from polyfed.errors import InputError, PolyfedError
 from polyfed.report.data import Run
 from polyfed.reproduce.measures import features, margins
 
+FEWEST, MOST = 10, 2000
+"""Test samples in a picture of features: fewer show nothing, and more take minutes."""
 SAMPLES = 6
 """Test samples of a client whose enhanced images are shown."""
 
@@ -52,8 +54,15 @@ def load(run: Run, *, trust: bool) -> api.Result:
 
 
 def feature_points(result: api.Result) -> pd.DataFrame:
-    """Features of some test samples of all clients in two dimensions."""
-    return pd.DataFrame(features(result))
+    """Features of some test samples of all clients in two dimensions; an `InputError` where that makes no sense."""
+    population = result.population
+    samples = sum(len(population.data[client].test) for client in population.clients)
+    if samples < FEWEST:
+        raise InputError(f"t-SNE needs at least {FEWEST} test samples, and the run has {samples}.")
+    sizes = {result.model(client).feature_size for client in population.clients}
+    if len(sizes) > 1:
+        raise InputError(f"its networks have different numbers of features ({', '.join(map(str, sorted(sizes)))}).")
+    return pd.DataFrame(features(result, MOST))
 
 
 def proxy_pictures(result: api.Result, client: int = 0) -> pd.DataFrame | None:

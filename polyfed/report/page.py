@@ -69,7 +69,7 @@ def page(material: Material, parts: Sequence[Section]) -> str:
         f'<title>{escape(title)}</title><link rel="icon" href="data:,">'
         f"<style>{(here / 'page.css').read_text()}</style></head><body>"
         f'<a class="skip" href="#main">Skip to the content</a><header><h1>{escape(title)}</h1>'
-        f"<p>{len(material.runs)} runs, {date.today().isoformat()}, polyfed {polyfed.__version__}.</p>"
+        f"<p>{len(material.runs)} {'run' if len(material.runs) == 1 else 'runs'}, {date.today().isoformat()}, polyfed {polyfed.__version__}.</p>"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
         '<noscript><p class="note">Figures need JavaScript; the tables below them hold their numbers.</p></noscript>'
         f'<main id="main">{_switches(material)}{body}</main>'

@@ -100,9 +100,10 @@ def _progress(run: Run) -> tuple[int, int | None, float]:
 
 
 def _learning(material: Material) -> Section:
-    frame, parts = material.curves, Parts()
+    frame, parts = material.curves.dropna(subset="accuracy"), Parts()
     if frame.empty:
-        return Section("Accuracy over rounds and costs", html.paragraph("No round has been evaluated yet."))
+        words = "There is no accuracy yet: no round has been evaluated on test samples."
+        return Section("Accuracy over rounds and costs", html.paragraph(words))
     last = frame.groupby("method", sort=False).tail(1)
     highest, seeds = round(last["accuracy"].max(), 2), int(frame["seeds"].max())
     leaders = last.loc[last["accuracy"].round(2) == highest, "method"]
@@ -144,9 +145,10 @@ def _thinned(frame: pd.DataFrame, most: int = 10) -> pd.DataFrame:
 
 
 def _clients(material: Material) -> Section:
-    frame, parts = material.clients, Parts()
+    frame, parts = material.clients.dropna(subset="accuracy"), Parts()
     if frame.empty:
-        return Section("Clients", html.paragraph("Clients' own accuracies are written when a run ends."))
+        words = "There are no accuracies of clients: they need test samples and are written when a run ends."
+        return Section("Clients", html.paragraph(words))
     table = frame.groupby("method", sort=False).agg(
         clients=("accuracy", "size"),
         mean=("accuracy", "mean"),
@@ -212,10 +214,11 @@ def _classes(material: Material) -> Section:
 
 
 def _trade_off(material: Material) -> Section:
-    frame = material.trade_off
+    frame = material.trade_off.dropna(subset="accuracy")
     title = "Accuracy, communication and computation"
     if frame.empty:
-        return Section(title, html.paragraph("Totals are written when a run ends."))
+        words = "There is nothing to weigh: accuracies and totals are written when a run ends."
+        return Section(title, html.paragraph(words))
     words = "Up and left is better: more accuracy for fewer floats; a large bubble means much computation by clients."
     chart = figures.trade_off(frame, methods=material.names)
     return Section(title, "", [Figure("trade-off", "What accuracy costs", words, chart, frame, True, True)])

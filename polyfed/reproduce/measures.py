@@ -108,16 +108,17 @@ def _margins(result: api.Result) -> Iterator[dict[str, Any]]:
             yield {"class": label, "client_margin": largest[label], "global_margin": margin}
 
 
-def features(result: api.Result) -> Iterator[dict[str, Any]]:
-    """All clients' features of some of their test samples, in two dimensions."""
+def features(result: api.Result, most: int | None = None) -> Iterator[dict[str, Any]]:
+    """All clients' features of some of their test samples, in two dimensions; of about `most` samples if given."""
     from sklearn.manifold import TSNE  # slow to import, and only this needs it
 
     population = result.population
+    each = SAMPLES_SHOWN if most is None else max(1, min(SAMPLES_SHOWN, most // len(population.clients)))
     rows: list[dict[str, Any]] = []
     vectors = []
     with torch.no_grad():
         for client in population.clients:
-            x, y = population.dataset.batch(population.data[client].test[:SAMPLES_SHOWN], population.device)
+            x, y = population.dataset.batch(population.data[client].test[:each], population.device)
             vectors.append(result.network(client).to(population.device).features(x).cpu())
             name = population.architectures[client].name
             rows += [{"client": client, "architecture": name, "class": label} for label in y.tolist()]

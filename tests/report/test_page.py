@@ -6,16 +6,20 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from polyfed import report
+from polyfed.api import run
+from polyfed.errors import InputError
 from polyfed.methods import METHODS
 from polyfed.records import RunFolder
-from polyfed.report import figures, html, looks
+from polyfed.report import figures, html, learned, looks
 from tests.report.conftest import unfinished
 from tests.shell import Shell
+from tests.support import DEFAULTS, Narrow, Wide, tiny_dataset
 
 pytest.importorskip("altair", reason="reports need the extra polyfed[report]")
 pytest.importorskip("vl_convert", reason="reports need the extra polyfed[report]")
@@ -128,6 +132,20 @@ def test_run_in_progress_is_reported(four: list[Path], tmp_path: Path) -> None:
     assert "accuracy-by-round" in Page(text).charts and "clients" not in Page(text).charts
 
 
+def test_run_without_test_samples_is_reported(tmp_path: Path) -> None:
+    settings = DEFAULTS | {"split": "8:2:0", "confusion": "none"}
+    run("fedproto", data=tiny_dataset(), models=[Wide, Narrow], out=tmp_path / "run", progress=False, **settings)
+    report.write_report(report.read(tmp_path / "run"), tmp_path / "page.html")
+    assert Page((tmp_path / "page.html").read_text()).charts == {"margins", "distances-fedproto"}
+
+
+def test_features_of_different_sizes_are_not_drawn() -> None:
+    people = SimpleNamespace(clients=[0, 1], data=[SimpleNamespace(test=range(9))] * 2)
+    result = SimpleNamespace(population=people, model=lambda client: SimpleNamespace(feature_size=client + 5))
+    with pytest.raises(InputError, match=r"different numbers of features \(5, 6\)"):
+        learned.feature_points(result)  # type: ignore[arg-type]
+
+
 def test_refused_replies_and_notes_are_listed(four: list[Path], tmp_path: Path) -> None:
     running = unfinished(four[0], tmp_path)
     lines = [
@@ -154,8 +172,6 @@ def test_figures_for_a_paper(four: list[Path], tmp_path: Path) -> None:
 
 
 def test_features_and_enhanced_images_are_drawn_where_data_and_models_are_there(tmp_path: Path) -> None:
-    from polyfed.api import run
-
     run("pfedes", models="cnn5", clients=2, rounds=1, batch_size=64, out=tmp_path / "run", progress=False)
     report.write_report(report.read(tmp_path / "run"), tmp_path / "page.html")
     specs = Page((tmp_path / "page.html").read_text()).specs
