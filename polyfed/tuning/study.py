@@ -93,6 +93,8 @@ def tune(
             contents = {each.method: _best_settings(each.best, settings, seeds, each.trials) for each in found}
             folder.write_best("best.yaml", contents[methods[0]] if len(methods) == 1 else {"methods": contents})
             draw_search([trial for trial in folder.trials if trial.method in methods], folder.path)
+        except Interrupted as error:  # which names the run in progress, of which the user knows nothing
+            raise Interrupted(f"stopped; the same command continues the search in '{folder.path}'.") from error
         except OSError as error:
             raise RunError(
                 f"the search can't continue: {error.strerror or error}; when that is fixed, the same command continues."

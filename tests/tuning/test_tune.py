@@ -92,7 +92,7 @@ def test_a_search_that_was_stopped_ends_with_the_same_trials(tmp_path: Path) -> 
 
     search(tmp_path / "once")
     for runs in (3, 4):
-        with pytest.raises(Interrupted):
+        with pytest.raises(Interrupted, match="the same command continues the search in '.*stopped'"):
             search(tmp_path / "stopped", StopAfter(runs))
     search(tmp_path / "stopped")
     columns = ["trial", "state", "validation_accuracy", "settings"]
