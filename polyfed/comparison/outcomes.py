@@ -64,7 +64,12 @@ class Outcome:
 def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
     """The outcome of the finished run in a folder, by the method's own rule of prediction or by another."""
     folder = RunFolder.open(path)
-    summary, evaluations = folder.summary(), folder.evaluations()
+    summary = folder.summary()
+    if damage := folder.damage():
+        raise InputError(
+            f"the run in '{path}' can't be read: {damage[0]}; restore that, or move the run away and run it again."
+        )
+    evaluations = folder.evaluations()
     rules = tuple(str(name) for name in evaluations["rule"].unique())
     chosen = rule or rules[0]
     if chosen not in rules:

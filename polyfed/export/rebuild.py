@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from polyfed.addresses import names_code, trusting
+from polyfed.compute import out_of_memory
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import InputError, first_line
 from polyfed.export.card import Blueprint, RunCard
@@ -65,8 +66,13 @@ def rebuilt(
             method = chosen(chosen.Config(**options), task, Training(**card.training))
         except ValidationError as error:
             raise InputError(f"{where} is damaged ({error.errors()[0]['msg'].lower()}): restore it.") from None
-        model = task.new_model(found[network])
-        return method, ClientNetwork(model, method.client_modules(model)).cpu()
+        try:
+            model = task.new_model(found[network])
+            return method, ClientNetwork(model, method.client_modules(model)).cpu()
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            raise InputError(f"{where} describes a network that does not fit into memory.") from error
 
 
 def _architecture(card: Blueprint, name: str, models: Models | None, trust: bool, where: str) -> Architecture:

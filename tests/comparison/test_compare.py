@@ -187,9 +187,11 @@ def test_from_python_with_data_networks_and_methods_of_one_s_own(tmp_path: Path)
 def test_seeds_as_people_write_them() -> None:
     assert parse_seeds("0-4") == [0, 1, 2, 3, 4]
     assert parse_seeds("0, 3,7-8") == [0, 3, 7, 8]
-    for wrong in ("", "1-", "-1", "1..3", "0,,1"):
+    for wrong in ("", "1-", "-1", "1..3", "0,,1", "1" * 5000):
         with pytest.raises(InputError, match="must be numbers and ranges"):
             parse_seeds(wrong)
+    with pytest.raises(InputError, match="0-99999999999 are 100000000000 seeds, but must be at most 10000"):
+        parse_seeds("0-99999999999")
 
 
 def test_help_names_every_round_that_can_count(shell: Shell) -> None:
