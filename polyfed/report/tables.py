@@ -18,6 +18,7 @@ from polyfed.methods.base import Method
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
 from polyfed.normal_form import PRESET_TITLES, PRESETS, SHORTCUTS
 from polyfed.ranges import describe_range, typed
+from polyfed.report.summary import quantity, summary_rows
 from polyfed.server.scores import percent
 from polyfed.tuning.records import Trial, Tuned
 
@@ -168,38 +169,10 @@ def datasets_table() -> Table:
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """A run's result: accuracy, communication, computation, time."""
-    rows = [
-        ["accuracy, final", percent(summary["accuracy_final"]), f"round {summary['rounds']}"],
-        [
-            "accuracy at the round best on validation",
-            percent(summary["accuracy_at_best_validation"]),
-            f"round {summary['best_validation_round']}"
-            if summary["best_validation_round"]
-            else "no validation samples",
-        ],
-        ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
-        *_test_set(summary.get("test_set", "none")),
-        ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
-        [
-            "communication, down",
-            quantity(summary["download_floats"]),
-            f"floats, {quantity(summary['download_bytes'])}B",
-        ],
-        ["computation of the clients", quantity(summary["flops"]), "FLOPs"],
-        ["time for training and server", f"{summary['seconds']:.1f}", "seconds"],
-    ]
-    if "simulated_seconds" in summary:
-        rows.append(["simulated time of all rounds", f"{summary['simulated_seconds']:.1f}", "seconds"])
-    table = plain_table([summary["method"], "", ""], rows)
+    table = plain_table([summary["method"], "", ""], summary_rows(summary))
     table.columns[0].no_wrap = False
     table.columns[1].justify = "right"
     return table
-
-
-def _test_set(choice: str) -> list[list[str]]:
-    """A row on the test set that came with the data, if there is one."""
-    words = {"apart": "for testing only", "pooled": "with training samples"}
-    return [["test set of the data", choice, words[choice]]] if choice in words else []
 
 
 def measurement_line(result: Measurement) -> str:
@@ -259,17 +232,6 @@ def tuned_table(found: Sequence[Tuned]) -> Table:
         for each in found
     ]  # fmt: skip
     return plain_table(["method", "validation", "best trial", "trials", "settings"], rows)
-
-
-def quantity(number: float) -> str:
-    """
-    >>> quantity(2_621_558), quantity(886)
-    ('2.62 M', '886 ')
-    """
-    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.2f} {unit}"
-    return f"{number:.0f} "
 
 
 def _needs(requires: Sequence[str]) -> str:
