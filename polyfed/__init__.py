@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyfed.api import Result, resume, run
-    from polyfed.compare.comparison import Comparison, compare
+    from polyfed.comparison.compare import Comparison, compare
     from polyfed.config import Experiment, experiment, read_experiment
     from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset
     from polyfed.engines.base import Engine
     from polyfed.errors import InputError, PolyfedError, RunError
+    from polyfed.export.load import ClientModel, load_client
+    from polyfed.export.write import export_client
     from polyfed.methods import METHODS
     from polyfed.methods.base import Method, Training
     from polyfed.models import SplitNetwork, split_network
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "ClientModel",
     "Comparison",
     "Dataset",
     "Engine",
@@ -43,8 +46,10 @@ __all__ = [
     "Watcher",
     "compare",
     "experiment",
+    "export_client",
     "from_arrays",
     "from_torch_dataset",
+    "load_client",
     "load_dataset",
     "read_experiment",
     "resume",
@@ -55,11 +60,13 @@ __all__ = [
 
 _HOMES = {
     "api": ("Result", "resume", "run"),
-    "compare": ("Comparison", "compare"),
+    "comparison.compare": ("Comparison", "compare"),
     "config": ("Experiment", "experiment", "read_experiment"),
     "data": ("Dataset", "from_arrays", "from_torch_dataset", "load_dataset"),
     "engines.base": ("Engine",),
     "errors": ("InputError", "PolyfedError", "RunError"),
+    "export.load": ("ClientModel", "load_client"),
+    "export.write": ("export_client",),
     "methods": ("METHODS",),
     "methods.base": ("Method", "Training"),
     "models": ("SplitNetwork", "split_network"),

@@ -20,9 +20,9 @@ from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment, named_by
 from polyfed.data import Dataset, no_dataset
 from polyfed.engines import EngineSettings, new_engine
-from polyfed.engines.client.workbench import state_of
 from polyfed.errors import DivergedError, InputError, LostError, RunError
-from polyfed.message import State
+from polyfed.export.card import run_card
+from polyfed.export.rebuild import filled, last_server, with_last_knowledge
 from polyfed.methods.base import Method, Server
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Models, SplitNetwork, resolve
@@ -67,10 +67,7 @@ class Result:
     @cached_property
     def server(self) -> Server:
         """The server as it was at the end: its state (prototypes, rows, means) and the networks that it trained."""
-        server = Server(self.folder.config.seed, round=self.summary["rounds"])
-        self.population.method.start(server)
-        server.load(self.folder.server_state())
-        return server
+        return last_server(self.population.method, self.folder, self.folder.config.seed, self.summary["rounds"])
 
     @property
     def rounds(self) -> pd.DataFrame:
@@ -108,27 +105,18 @@ class Result:
         Where the method predicts with what the server knows (prototypes), that is what the server knew at the end, and
         no client received it during the run.
         """
-        saved = self.folder.model_state(client)
+        saved, method = self.folder.model_state(client), self.population.method
         network = self.population.new_network(client).cpu()
-        saved |= self._fresh(client, saved)
-        with torch.no_grad():
-            for name, tensor in state_of(network).items():
-                tensor.copy_(saved[name])
-        return network.eval()
-
-    def _fresh(self, client: int, state: State) -> State:
-        """The entries of a client's state that hold the server's knowledge, after one more download."""
-        method = self.population.method
-        if not method.kept_fresh:
-            return {}
-        knowledge = self.population.knowledge(client, self.server.round)
-        download = method.download(self.server, client, knowledge.classes if method.announces_classes else None)
-        changed = method.receive(state, download, knowledge)
-        return {name: tensor for name, tensor in changed.items() if name.split(".")[0] in method.kept_fresh}
+        if method.kept_fresh:
+            knowledge = self.population.knowledge(client, self.server.round)
+            saved = with_last_knowledge(method, self.server, client, saved, knowledge)
+        return filled(network, saved, f"the model of client {client} in '{self.folder.path}'")
 
     def model(self, client: int) -> SplitNetwork:
         """A client's private model, in evaluation mode."""
-        return self.network(client).model
+        saved = {n: t for n, t in self.folder.model_state(client).items() if n.startswith("model.")}
+        alone = ClientNetwork(self.population.new_network(client).cpu().model, {})
+        return filled(alone, saved, f"the model of client {client} in '{self.folder.path}'").model
 
     def predict(self, client: int, x: Any) -> Prediction:
         """What a client predicts for one image or many, by the method's own rule: classes, names, probabilities.
@@ -316,6 +304,7 @@ def _go(
                 watcher,
                 device=population.device,
                 devices=population.devices,
+                card=run_card(config, population).model_dump(mode="json"),
             )
             if saved is not None:
                 federation.restore(saved)
@@ -343,6 +332,12 @@ def _record_start(federation: Federation, machine: str, config_before: Experimen
     folder.add_start(start, federation.engine.name, machine)
     if earlier and earlier[-1]["machine"] != machine:
         federation.note(f"until round {start} the run was on {earlier[-1]['machine']}; it continues on {machine}")
+    now = folder.starts()[-1]["polyfed"]
+    if earlier and earlier[-1]["polyfed"] != now:
+        federation.note(
+            f"until round {start} the run was made by polyfed {earlier[-1]['polyfed']}; it continues with {now}, whose "
+            "numbers may differ"
+        )
     if config_before is not None:
         for change in differences(config_before, federation.config):
             federation.note(f"from round {start + 1} on, {change}")

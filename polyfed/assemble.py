@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from polyfed.addresses import PYTHON
 from polyfed.compute import physical_memory, set_precision
 from polyfed.config import Experiment
 from polyfed.data import (
+    ClientData,
     Dataset,
     check_tested,
     chosen_test_set,
@@ -44,7 +45,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     """The clients of an experiment; `data` and `models` replace what its config only names."""
     device = find_device(config.device)
     set_precision(device, tf32=config.tf32)
-    dataset = data or _named_data(config)
+    dataset = data or named_data(config)
     architectures = _architectures(config, models)
     _check_size(config, dataset)
     owned = dict(enumerate(assign(architectures, config.clients, how=config.assignment, seed=config.seed)))
@@ -74,17 +75,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         features=features,
         match=config.match_features,
     )
-    clients = partition(
-        dataset,
-        config.partition,
-        config.clients,
-        classes_per_client=config.classes_per_client,
-        alpha=config.alpha,
-        split=config.split,
-        seed=config.seed,
-        minimum=config.min_samples,
-        test_set=config.test_set,
-    )
+    clients = deal(config, dataset)
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
     _check_scored(config, method)
@@ -98,6 +89,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         device,
         profiles,
         looks,
+        {name: example.head_name for name, example in examples.items()},
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
         notes=describe_test_set(dataset, config.split, config.test_set, clients),
@@ -106,19 +98,40 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     return rehearse(population, examples)
 
 
+def deal(config: Experiment, dataset: Dataset) -> list[ClientData]:
+    """Which samples each client of an experiment owns."""
+    return partition(
+        dataset,
+        config.partition,
+        config.clients,
+        classes_per_client=config.classes_per_client,
+        alpha=config.alpha,
+        split=config.split,
+        seed=config.seed,
+        minimum=config.min_samples,
+        test_set=config.test_set,
+    )
+
+
 def facts(population: Population) -> dict[str, str]:
     """What a run starts with besides its settings, in words: data, partition, networks."""
-    dataset = population.dataset
+    return {
+        **data_facts(population.dataset, population.data.values()),
+        **{f"the network {name}": f"one with hash {look}" for name, look in population.looks.items()},
+        **({} if population.devices is None else {"the table of devices": describe(population.devices)}),
+    }
+
+
+def data_facts(dataset: Dataset, clients: Iterable[ClientData]) -> dict[str, str]:
+    """The facts about data and partition."""
     dealt = hashlib.blake2b(digest_size=8)
-    for own in population.data.values():
+    for own in clients:
         for part in (own.train, own.validation, own.test):
             dealt.update(len(part).to_bytes(8, "little") + part.numpy().tobytes())
     data = _hash({"images": dataset.images, "labels": dataset.labels}, values=True)
     return {
         "the data": f"{len(dataset)} samples of shape {dataset.input_shape} in {dataset.classes} classes (hash {data})",
         "the partition": f"one with hash {dealt.hexdigest()}",
-        **{f"the network {name}": f"one with hash {look}" for name, look in population.looks.items()},
-        **({} if population.devices is None else {"the table of devices": describe(population.devices)}),
     }
 
 
@@ -189,7 +202,8 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _named_data(config: Experiment) -> Dataset:
+def named_data(config: Experiment) -> Dataset:
+    """The dataset that an experiment names."""
     if config.data.startswith(PYTHON):
         raise InputError(
             f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "

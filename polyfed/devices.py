@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -70,14 +71,14 @@ def read_devices(path: Path, clients: int) -> dict[int, Device]:
         )
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file, skipinitialspace=True))
+            header, *rows = [row for row in csv.reader(file, skipinitialspace=True) if row] or [[]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"can't read the devices in '{path}': {getattr(error, 'strerror', None) or error}.") from error
-    if not rows or set(rows[0]) != set(COLUMNS):
+    if not rows or sorted(header) != sorted(COLUMNS) or any(len(row) > len(header) for row in rows):
         raise InputError(f"'{path}' must have a row per client and exactly the columns {', '.join(COLUMNS)}.")
     found: dict[int, Device] = {}
-    for line, row in enumerate(rows, start=2):
-        client, device = _parse(path, line, row, clients)
+    for line, cells in enumerate(rows, start=2):
+        client, device = _parse(path, line, dict(zip_longest(header, cells, fillvalue="")), clients)
         if client in found:
             raise InputError(f"'{path}' has client {client} twice, the second time in line {line}: keep one of them.")
         found[client] = device
@@ -89,9 +90,9 @@ def read_devices(path: Path, clients: int) -> dict[int, Device]:
     return found
 
 
-def _parse(path: Path, line: int, row: Mapping[str, str | None], clients: int) -> tuple[int, Device]:
-    number = (row["client"] or "").strip()
-    if not number.isdecimal() or int(number) >= clients:
+def _parse(path: Path, line: int, row: Mapping[str, str], clients: int) -> tuple[int, Device]:
+    number = row["client"].strip()
+    if not number.isdecimal() or len(number) > 9 or int(number) >= clients:
         raise InputError(
             f"'{path}' has '{number}' as a client in line {line}, but must have a number from 0 to {clients - 1}."
         )
@@ -99,13 +100,13 @@ def _parse(path: Path, line: int, row: Mapping[str, str | None], clients: int) -
     for name in COLUMNS[1:]:
         text = row[name]
         try:
-            value = float(text or "")
+            value = float(text)
         except ValueError:
             value = math.nan
         may_be_zero = name == "latency_seconds"
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
             raise InputError(
-                f"{name} of client {number} is '{text or ''}' in '{path}', but must be a number "
+                f"{name} of client {number} is '{text}' in '{path}', but must be a number "
                 f"{'at least' if may_be_zero else 'greater than'} 0."
             )
         values[name] = value

@@ -62,6 +62,15 @@ class Message:
         except Exception:  # a name or a type that safetensors does not have: such a message is refused anyway
             return sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
 
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each entry that travels, metadata too, for records.
+
+        >>> Message({"prototypes": torch.zeros(2, 500)}, {"labels": torch.tensor([3, 7])}).shapes
+        {'prototypes': [2, 500], 'metadata.labels': [2]}
+        """
+        return {name: list(tensor.shape) for name, tensor in self._entries().items() if is_plain(tensor)}
+
     def to_bytes(self) -> bytes:
         """The message as safetensors bytes."""
         return state_bytes(self._entries())

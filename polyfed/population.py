@@ -35,6 +35,8 @@ class Population:
     """By architecture, the profile of its network."""
     looks: Mapping[str, str] = field(default_factory=dict)
     """By architecture, a hash of its state's names, shapes and types."""
+    heads: Mapping[str, str] = field(default_factory=dict)
+    """By architecture, what its head is called in the network that was split; empty if the head is new."""
     own_start: bool = False
     """Every client starts from its own weights; otherwise clients of one architecture start from the same ones."""
     test_set: str = "none"

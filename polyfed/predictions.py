@@ -36,13 +36,22 @@ class Prediction:
 
 def prediction(scores: Tensor, dataset: Dataset) -> Prediction:
     """Classes, names and probabilities from scores [images, classes]; −inf marks an unknown class."""
-    classes = scores.argmax(1)
+    return named(scores.argmax(1), scores.softmax(1), dataset)
+
+
+def named(classes: Tensor, probabilities: Tensor, dataset: Dataset) -> Prediction:
+    """A prediction with the names of its classes."""
     names = [dataset.class_names[label] if dataset.class_names else str(label) for label in classes.tolist()]
-    return Prediction(classes, names, scores.softmax(1))
+    return Prediction(classes, names, probabilities)
 
 
 def as_input(x: Any, dataset: Dataset) -> Tensor:
     """Images as a network sees them: one or many, raw (`uint8`, pictures) or floats as the dataset's batches are."""
+    return dataset.normalise(as_batch(x, dataset))
+
+
+def as_batch(x: Any, dataset: Dataset) -> Tensor:
+    """The same before normalisation: `uint8` images [images, channels, height, width], or a batch of floats."""
     tensor = _tensor(x)
     shape = dataset.input_shape
     if tensor.dtype == torch.uint8 and dataset.images.dtype != torch.uint8:
@@ -51,8 +60,7 @@ def as_input(x: Any, dataset: Dataset) -> Tensor:
             f"prepared in the same way, not uint8."
         )
     if tensor.dtype == torch.uint8:
-        batch = _arranged(tensor, shape)
-        return dataset.normalise(batch)
+        return _arranged(tensor, shape)
     if not tensor.is_floating_point():
         raise InputError(f"images of type {tensor.dtype} can't be predicted: give uint8 pixels or floats.")
     tensor = tensor.to(torch.float32)
@@ -102,9 +110,13 @@ def _check_normalised(batch: Tensor, dataset: Dataset) -> None:
     if not (low - 1e-3 <= least and most <= high + 1e-3):
         raise InputError(
             f"float images must be normalised like '{dataset.name}', from {low:.4g} to {high:.4g}, but these are "
-            f"from {least:.4g} to {most:.4g}: give raw pixels as uint8, or normalise them with "
-            f"result.population.dataset.normalise."
+            f"from {least:.4g} to {most:.4g}: give raw pixels as uint8, or normalise pixels of 0 to 255 as "
+            f"(pixel / 255 − mean) / std with mean {_shown(dataset.mean)} and std {_shown(dataset.std)}."
         )
+
+
+def _shown(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
 
 
 def _wrong_shape(tensor: Tensor, shape: tuple[int, ...]) -> InputError:

@@ -282,7 +282,7 @@ def test_resume_needs_a_run(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("what", "keys"),
     [
-        ("methods", {"name", "title", "paper", "sends", "requires", "options"}),
+        ("methods", {"name", "title", "paper", "sends", "reveals", "requires", "options"}),
         ("models", {"name", "kind", "description"}),
         ("datasets", {"name", "title", "classes", "input_shape", "obtained"}),
     ],

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed import __version__
-from polyfed.cli import compare, lists, reproduce, runs, show, tune
+from polyfed.cli import compare, export, lists, report, reproduce, runs, show, tune
 from polyfed.cli.base import app, error_console, out_console
 from polyfed.errors import PolyfedError
 
@@ -17,7 +17,8 @@ __all__ = ["app", "main"]
 
 # `polyfed --help` lists them in this order.
 _COMMANDS = (
-    runs.run, runs.resume, show.show, show.list_runs, compare.compare, tune.tune, reproduce.reproduce,
+    runs.run, runs.resume, show.show, show.list_runs, compare.compare, tune.tune, report.report, reproduce.reproduce,
+    export.export, export.predict,
     lists.methods, lists.models, lists.datasets, lists.config, lists.init, lists.bench,
 )  # fmt: skip
 for _command in _COMMANDS:

@@ -13,7 +13,7 @@ from polyfed.errors import InputError
 from polyfed.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
-    from polyfed.compare import Comparison
+    from polyfed.comparison.compare import Comparison
 
 
 @experiment_options("seed")
@@ -50,14 +50,14 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the comparison's folder")] = False,
 ) -> None:
     """Compare methods over several seeds. With intervals, p values and costs."""
-    from polyfed.compare import comparison  # only this command needs statistics, which take a while to import
+    from polyfed.comparison.compare import compare as compared  # statistics take a while to import
 
     if not out.strip():
         raise InputError("--out is empty: name the comparison's folder.")
     sweeps = parse_sweeps(sweep or [])
     found = watch(
         quiet or jobs > 1 or not out_console.is_terminal,  # a line for every round of many runs would bury the rest
-        lambda watcher: comparison.compare(
+        lambda watcher: compared(
             methods, out=out, seeds=seeds, sweeps=sweeps, jobs=jobs, baseline=None if no_differences else baseline,
             round=round, rule=rule, target=target, noise_floor=not no_noise_floor, trust=trust, watcher=watcher,
             tell=(lambda line: None) if quiet else lambda line: out_console.print(line, soft_wrap=True), **changes,
@@ -97,7 +97,7 @@ def _parsed(text: str) -> Any:
 
 
 def _show(found: Comparison) -> None:
-    from polyfed.compare.render import terminal
+    from polyfed.comparison.render import terminal
 
     out_console.print()
     for sheet in found.sheets:

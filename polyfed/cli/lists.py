@@ -25,7 +25,7 @@ def methods(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the methods, or show one. With its paper, its options and what clients share."""
+    """List the methods, or show one. With its paper, its options and what clients send."""
     if name is None:
         show_list(as_json, tables.methods(), tables.methods_table())
         return

@@ -41,7 +41,7 @@ def tune(
     quiet: Quiet = False,
 ) -> None:
     """Search for a method's best settings. By validation accuracy, as many trials for every method."""
-    from polyfed.compare.comparison import parse_seeds  # only this command and compare need statistics
+    from polyfed.comparison.compare import parse_seeds  # only this command and compare need statistics
     from polyfed.tuning import tune as search_for
 
     if out is None or not out.strip():

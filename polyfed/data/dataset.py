@@ -86,7 +86,7 @@ class Dataset:
         """(pixel / 255 − mean) / std for `uint8` images [..., channels, height, width]; float data pass unchanged."""
         if images.dtype != torch.uint8:
             return images
-        scale, shift = self._scaling(images.device)
+        scale, shift = self.scaling(images.device)
         result = images.to(torch.float32)
         if images.device.type != "cpu":
             return torch.addcmul(shift, result, scale)
@@ -97,8 +97,8 @@ class Dataset:
         # Convolution and pooling on a CPU are a fifth faster with channels last; changing the layout last is cheapest.
         return result.contiguous(memory_format=torch.channels_last)
 
-    def _scaling(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Normalisation as one multiplication and one addition, kept per device."""
+    def scaling(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Normalisation as a factor and a summand for pixels, kept per device."""
         if device not in self._scalings:
             mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
             scale, shift = 1 / (255 * std), -mean / std

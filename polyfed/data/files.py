@@ -29,7 +29,7 @@ def read_npz(path: Path, name: str) -> tuple[Tensor, Tensor, int, list[str] | No
 
     It holds x_train, y_train and perhaps x_test, y_test; or x, y; and perhaps class_names.
     """
-    arrays = _read_arrays(path)
+    arrays = read_arrays(path, "save it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)")
     training = ("x_train", "y_train") if "x_train" in arrays or "y_train" in arrays else ("x", "y")
     missing = [key for key in training if key not in arrays]
     if missing:
@@ -47,9 +47,8 @@ def read_npz(path: Path, name: str) -> tuple[Tensor, Tensor, int, list[str] | No
     return images, labels, official_test, None if names is None else [str(each) for each in names.reshape(-1)]
 
 
-def _read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
-    """All arrays of an npz archive."""
-    remedy = "save it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)"
+def read_arrays(path: Path, remedy: str) -> dict[str, NDArray[np.generic]]:
+    """All arrays of an npz archive; `remedy` says how to make one."""
     try:
         with path.open("rb") as file:
             start = file.read(6)
@@ -60,7 +59,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
         with np.load(path, allow_pickle=False) as archive:
             return {key: archive[key] for key in archive}
     except FileNotFoundError:
-        raise InputError(f"there is no file {path}: give the path of an npz archive with x_train, y_train.") from None
+        raise InputError(f"there is no file {path}: give the path of an npz archive, or {remedy}.") from None
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(
             f"{path} cannot be read as an npz archive of plain arrays ({one_line(error)}): {remedy}."

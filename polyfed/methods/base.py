@@ -11,7 +11,7 @@ rules let the same code run in a plain loop, for many clients at once and betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
@@ -216,9 +216,9 @@ class Server:
 
     def load(self, named: Mapping[str, Tensor]) -> None:
         """Load what `named_state` gave; raises a `RuntimeError` if it belongs to another method."""
-        missing = {f"state.{name}" for name in self.state} - set(named)
+        missing = self.named_state().keys() - named.keys()
         if missing:
-            raise RuntimeError(f"the server's state lacks {sorted(missing)[0]}")
+            raise RuntimeError(f"'{min(missing)}' is missing")
         modules = {name: tensor for name, tensor in named.items() if name.startswith("modules.")}
         self.modules.load_state_dict({name.removeprefix("modules."): tensor for name, tensor in modules.items()})
         self.state = {name.removeprefix("state."): tensor for name, tensor in named.items() if name not in modules}
@@ -240,6 +240,8 @@ class Method:
     paper: ClassVar[str]
     sends: ClassVar[str]
     """What leaves a client, in a few words."""
+    reveals: ClassVar[str] = ""
+    """What such a message tells the server about a client's data, in plain words; empty: the method does not say."""
     requires: ClassVar[tuple[Common, ...]] = ()
     """What clients must have in common."""
     announces_classes: bool = False
@@ -326,6 +328,9 @@ class Method:
     def agreed_schema(self) -> Schema:
         """`schema()`, made once: every reply is checked against it, and making it may mean building a network."""
         return self.schema()
+
+    def forget(self, server: Server, clients: Iterable[int]) -> None:
+        """Drop what the server assumes about these clients' states: their replies failed, or their states are lost."""
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         """Fuse the checked replies, in the order of client numbers, into the server's state."""

@@ -45,6 +45,10 @@ class DCPFL(Method):
     title = "DC-PFL"
     paper = "Tang et al., IJCAI 2024"
     sends = "means and covariances of features per class, and class counts"
+    reveals = (
+        "How many training samples of each class a client holds, and how its features are spread. With few samples of "
+        "a class this is close to the samples' own features."
+    )
     requires = ("features", "head")
     heavy = ("covariances",)
     grid = {"weight": (0.01, 0.1, 1.0), "virtual_features": (600, 1000, 2000, 5000)}

@@ -25,6 +25,10 @@ class FD(Method):
     title = "FD (FedDistill)"
     paper = "Jeong et al., NeurIPS workshop 2018"
     sends = "mean logits per class"
+    reveals = (
+        "Which classes a client holds, and how its network scores each of them on average: little about a single "
+        "sample."
+    )
     grid = {"weight": (0.01, 0.1, 1.0, 10.0)}
 
     class Config(Method.Config):

@@ -25,6 +25,10 @@ class FedAvg(Averaged):
     title = "FedAvg"
     paper = "McMahan et al., AISTATS 2017"
     sends = "the whole network"
+    reveals = (
+        "Next to what the server sent, these weights are an update from which images and labels can in part be "
+        "reconstructed. The number of training samples is sent too."
+    )
     requires = ("network",)
     module = "model"
     grid = {"finetune_epochs": (0, 1, 5)}

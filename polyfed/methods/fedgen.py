@@ -29,6 +29,7 @@ class FedGen(Method):
     title = "FedGen"
     paper = "Zhu et al., ICML 2021"
     sends = "the head and the number of samples of each class"
+    reveals = "How many training samples of each class a client holds, in plain numbers, and its head."
     requires = ("head",)
     grid = {"label_weight": (0.1, 1.0, 10.0), "guidance_weight": (0.1, 1.0, 10.0)}
 

@@ -21,6 +21,10 @@ class FedGH(Method):
     title = "FedGH"
     paper = "Yi et al., ACM MM 2023"
     sends = "class prototypes (mean features)"
+    reveals = (
+        "Which classes a client holds, and the mean feature of each. The mean of a few samples is close to each of "
+        "them."
+    )
     requires = ("features", "head")
     collect = Collect()
     grid = {"server_lr": (1e-3, 1e-2, 1e-1), "server_epochs": (1, 10)}

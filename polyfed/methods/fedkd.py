@@ -1,15 +1,15 @@
 """FedKD: a private and a shared network teach each other; changes of the shared one travel (Wu et al., 2022).
 
 The server numbers no versions: a version's name is a hash of its weights. The server notes who has proved to hold which
-version, by a reply that was fused, and sends changes only to a client that holds the version before. A client applies
-changes only to the version that they belong to. So neither a lost message, nor a refused reply, nor a state restored
-from elsewhere can make the two sides disagree.
+version, by a reply that was fused, and sends changes only to a client that holds the version before; it forgets a
+client whose reply failed. A client applies changes only to the version that they belong to. So neither a lost message,
+nor a refused reply, nor a state restored from elsewhere can make the two sides disagree.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
@@ -48,6 +48,10 @@ class FedKD(SharedNetwork):
     title = "FedKD"
     paper = "Wu et al., Nature Communications 2022"
     sends = "the changes of a small common network, compressed"
+    reveals = (
+        "The changes are an update from which images and labels can in part be reconstructed; compression blurs it, "
+        "but is no protection."
+    )
     depends_on_rounds = True
     grid = {"energy_start": (0.8, 0.9, 0.95), "energy_end": (0.95, 0.98, 0.99)}
 
@@ -138,6 +142,10 @@ class FedKD(SharedNetwork):
 
     def sized(self, message: Message) -> State:
         return restore(message.tensors, self._like)  # two factors of moderate size can have a huge product
+
+    def forget(self, server: Server, clients: Iterable[int]) -> None:
+        for client in clients:
+            server.state.pop(f"held.{client}", None)
 
     @cached_property
     def _like(self) -> State:

@@ -25,6 +25,7 @@ class FedMRL(SharedNetwork):
     title = "FedMRL"
     paper = "Yi et al., NeurIPS 2024"
     weighted = True
+    reveals = f"{SharedNetwork.reveals} The number of training samples is sent too."
     grid = {"shared_features": (32, 64, 128)}
 
     class Config(SharedNetwork.Config):

@@ -37,6 +37,7 @@ class FedSSA(Method):
     title = "FedSSA"
     paper = "Yi et al., IJCAI 2024"
     sends = "the head's rows of seen classes"
+    reveals = "Which classes a client holds, because only their rows of the head are sent."
     depends_on_rounds = True
     requires = ("features", "head")
     announces_classes = True

@@ -14,6 +14,10 @@ class LGFedAvg(Averaged):
     title = "LG-FedAvg"
     paper = "Liang et al., arXiv 2001.01523"
     sends = "the head"
+    reveals = (
+        "How far each class's row of the head has moved shows which classes a client holds. The number of training "
+        "samples is sent too."
+    )
     requires = ("features", "head")
     module = "model.head"
 

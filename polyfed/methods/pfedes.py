@@ -30,6 +30,10 @@ class PFedES(Averaged):
     title = "pFedES"
     paper = "Yi et al., AAAI 2025"
     sends = "a small proxy extractor"
+    reveals = (
+        "Next to what the server sent, these weights are an update from which something about images and labels can "
+        "be inferred. The proxy is small, which limits how much. The number of training samples is sent too."
+    )
     module = "proxy"
     grid = {"weight": (0.1, 0.2, 0.3, 0.4, 0.5), "proxy_epochs": (1, 5, 10, 20)}
 

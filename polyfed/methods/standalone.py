@@ -12,3 +12,4 @@ class Standalone(Method):
     title = "Standalone"
     paper = "the baseline without a federation"
     sends = "nothing"
+    reveals = "Nothing: no message leaves a client."

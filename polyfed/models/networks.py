@@ -271,8 +271,11 @@ class FromCatalogue:
         extractor = recipe.build(input_shape, name=name)
         extractor.set_submodule(recipe.last, match_layer(recipe.features, features, match))
         size = recipe.features if features is None else features
-        head = build_head(self.head or recipe.head, size, classes)
-        return SplitNetwork(seed_dropout(extractor), head, size)
+        head = self.head or recipe.head
+        split = SplitNetwork(seed_dropout(extractor), build_head(head, size, classes), size)
+        if head == "linear" and size == recipe.features:  # the head is what torchvision has in the place of `last`
+            split.head_name = "head" if recipe.last == "match" else recipe.last
+        return split
 
 
 _CNNS = ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"]

@@ -28,6 +28,8 @@ class SplitNetwork(nn.Module):
         self.extractor = extractor
         self.head = head
         self.feature_size = feature_size
+        self.head_name = ""
+        """What the head is called in the network that was split; empty if the head is new."""
 
     def features(self, x: Tensor) -> Tensor:
         """The features of a batch of images: [batch, K]."""
@@ -72,7 +74,7 @@ def split_network(
     size = _feature_size(call, len(images), name)
     placeholder = nn.Identity()
     split = SplitNetwork(_replace(network, call.layer, placeholder), call.layer, size)
-    split.training = network.training
+    split.training, split.head_name = network.training, call.name
     _check_unchanged(split, images, trace, call.name, name)
     if features is None or features == size:
         return split

@@ -41,6 +41,8 @@ class Restored:
     records: Mapping[str, Extent]
     notes: tuple[str, ...] = ()
     """What was damaged, and what was done about it."""
+    lost: tuple[int, ...] = ()
+    """Clients whose states could not be read; they start again from their initial weights."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,9 @@ class Checkpoints:
                 if not repair:
                     raise
                 lost.append(shard)
+        without = tuple(sorted(client for shard in lost for client in shard.live))
         if lost:
-            clients = ", ".join(str(client) for client in sorted(c for shard in lost for c in shard.live))
+            clients = ", ".join(str(client) for client in without)
             notes.append(f"the states of clients {clients} are lost; they start again from their initial weights")
         elif problems:
             notes.append(
@@ -249,6 +252,7 @@ class Checkpoints:
             ClientStates(self.folder, whole),
             manifest.records,
             tuple(notes),
+            without,
         )
 
     def _manifests(self) -> list[tuple[str, Manifest | Damaged]]:

@@ -55,6 +55,16 @@ def _engine(path: Path) -> object:
 
 
 @contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Inside, a folder that can't be written to is one sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"can't write to '{path}': {reason}; choose another folder (--out).") from error
+
+
+@contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Inside, no other process works on this run folder."""
     if sys.platform == "win32":

@@ -23,6 +23,8 @@ class Ending:
     clients: tuple[Shard, ...]
     records: Mapping[str, Extent]
     results: tuple[StoredFile, ...]
+    card: StoredFile | None = None
+    """What prediction needs besides the states; runs of polyfed 0.1 and of clients elsewhere have none."""
 
     @staticmethod
     def parse(values: Any, records: Collection[str], results: Sequence[str], optional: Collection[str] = ()) -> Ending:
@@ -38,6 +40,7 @@ class Ending:
                 tuple(Shard.from_dict(shard) for shard in values["clients"]),
                 {str(name): Extent(**extent) for name, extent in values["records"].items()},
                 tuple(StoredFile.from_dict(file) for file in values["results"]),
+                StoredFile.from_dict(values["card"]) if values.get("card") else None,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"the end of the run can't be read: {error}") from error

@@ -13,7 +13,7 @@ from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.profile import Profile
 from polyfed.remote.agreement import Agreement
-from polyfed.remote.transport import Kind, Packet, Transport
+from polyfed.remote.transport import Kind, Packet, Patience, Transport
 
 
 class RemoteEngine(Engine):
@@ -78,8 +78,10 @@ class RemoteEngine(Engine):
             self._names[client]: Packet({"run": self.agreement.run, **packet.facts}, packet.message)
             for client, packet in packets.items()
         }
-        numbers = self.agreement.members
-        answers = self.transport.ask(kind, addressed, self.agreement.patience, lambda name: done(numbers[name]))
+        numbers, patience = self.agreement.members, self.agreement.patience
+        if kind == "join":  # everyone is needed once, however slow
+            patience = Patience(patience.timeout)
+        answers = self.transport.ask(kind, addressed, patience, lambda name: done(numbers[name]))
         return {numbers[name]: answer for name, answer in answers.items() if name in addressed}
 
     def _absence(self, answers: Mapping[int, Packet]) -> str:

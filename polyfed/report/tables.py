@@ -37,6 +37,7 @@ def about_method(method: type[Method]) -> dict[str, Any]:
         "title": method.title,
         "paper": method.paper,
         "sends": method.sends,
+        "reveals": method.reveals,
         "requires": list(method.requires),
         "options": fields(method.Config),
     }
@@ -109,6 +110,7 @@ def method_table(method: Mapping[str, Any]) -> Table:
     rows = [
         ["paper", method["paper"]],
         ["clients send", method["sends"]],
+        *([["which reveals", method["reveals"]]] if method["reveals"] else []),
         ["clients need", _needs(method["requires"])],
     ]
     if method["name"] in METHODS.own:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyfed import api
-from polyfed.compare.outcomes import read_outcome
+from polyfed.comparison.outcomes import read_outcome
 from polyfed.engines.client.round import collect, evaluate
 from polyfed.methods.fedssa import FedSSA
 from polyfed.records import RunFolder
@@ -75,7 +75,7 @@ def series(kind: str | None, path: Path, compare: Compare, rule: str | None) -> 
     elif kind == "margins":
         yield from _margins(api.resume(path, progress=False))
     elif kind == "features":
-        yield from _features(api.resume(path, progress=False))
+        yield from features(api.resume(path, progress=False))
     elif kind == "decay":
         yield from _decay(api.resume(path, progress=False))
 
@@ -108,7 +108,7 @@ def _margins(result: api.Result) -> Iterator[dict[str, Any]]:
             yield {"class": label, "client_margin": largest[label], "global_margin": margin}
 
 
-def _features(result: api.Result) -> Iterator[dict[str, Any]]:
+def features(result: api.Result) -> Iterator[dict[str, Any]]:
     """All clients' features of some of their test samples, in two dimensions."""
     from sklearn.manifold import TSNE  # slow to import, and only this needs it
 

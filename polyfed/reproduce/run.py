@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from polyfed.compare.comparison import parse_seeds
-from polyfed.compare.plan import Cell, check_seeds
-from polyfed.compare.runner import run_cells
+from polyfed.comparison.compare import parse_seeds
+from polyfed.comparison.plan import Cell, check_seeds
+from polyfed.comparison.runner import run_cells
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import METHODS
 from polyfed.records import disk

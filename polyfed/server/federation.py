@@ -68,8 +68,10 @@ class Federation:
         *,
         device: torch.device | None = None,
         devices: Mapping[int, Device] | None = None,
+        card: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self._card = card
         self._clock = _new_clock(config, devices)
         self.method = method
         self.engine = engine
@@ -94,6 +96,7 @@ class Federation:
             self.server.load(saved.server)
         except RuntimeError as error:
             raise misfit("the server") from error
+        self.method.forget(self.server, saved.lost)
         self.progress = Progress.from_dict(saved.progress)
         self.engine.restore(saved.round, saved.clients)
 
@@ -208,6 +211,7 @@ class Federation:
             "participants": len(participants),
             "replies": len(sound),
             **costs,
+            **_shapes(number, downloads, sound),
         }
         return row, {reply.client for reply in replies if not reply.failure}, round(trained - begin, 4)
 
@@ -253,6 +257,7 @@ class Federation:
         sound, refused = self.door.admit(number, replies, self.progress.sizes)
         for client, reason in refused.items():
             self.note(f"round {number} continues without client {client}: {reason}", client=client)
+        self.method.forget(self.server, refused)
         return sound
 
     def _evaluates(self, number: int) -> bool:
@@ -363,7 +368,13 @@ class Federation:
         if self.config.confusion == "ends":
             self._record_ends()
         self.folder.finish(
-            self.server.round, self.server.named_state(), self.progress.to_dict(), rows, self.engine.states, summary
+            self.server.round,
+            self.server.named_state(),
+            self.progress.to_dict(),
+            rows,
+            self.engine.states,
+            summary,
+            None if self.engine.states is None else self._card,
         )
         return summary
 
@@ -374,6 +385,14 @@ class Federation:
             self.folder.add_confusion(confusion.rows(best, self.progress.best_confusion))
         counts = {client: dict(score.confusion) for client, score in self.progress.latest.items()}
         self.folder.add_confusion(confusion.rows(last, counts))
+
+
+def _shapes(number: int, downloads: Mapping[int, Message], sound: list[Reply]) -> dict[str, Any]:
+    """What one client's messages look like, in the first two rounds: many methods send nothing down in the first."""
+    if number > 2 or not sound:
+        return {}
+    sent = sound[0]
+    return {"messages": {"client": sent.client, "down": downloads[sent.client].shapes, "up": sent.message.shapes}}
 
 
 def _new_clock(config: Experiment, devices: Mapping[int, Device] | None) -> Clock | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from polyfed.compare.plan import nested
+from polyfed.comparison.plan import nested
 from polyfed.config import GROUPS, Experiment, merged
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, unknown_name

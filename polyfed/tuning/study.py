@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed import api
-from polyfed.compare.plan import nested
+from polyfed.comparison.plan import nested
 from polyfed.config import experiment as checked
 from polyfed.config import merged
 from polyfed.errors import DivergedError, InputError, RunError

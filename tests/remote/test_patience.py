@@ -191,3 +191,11 @@ def test_a_site_says_for_which_round_it_answers(tmp_path: Path) -> None:
     _, people = setting("standalone")
     site = new_sites(people, tmp_path, agreement(people))["amber"]
     assert [ask(site, "train", round=round).facts["round"] for round in (1, 3, 1)] == [1, 3, 1]
+
+
+def test_a_site_that_is_slow_to_join_is_waited_for(tmp_path: Path) -> None:
+    """Enough replies are for rounds: to start, all members are needed."""
+    run, transport, _ = started(
+        tmp_path, lambda name, kind, packet: 40.0 * (kind == "join" and name == "birch"), enough_replies=1, grace=1.0
+    )
+    assert sorted(run.profiles) == [0, 1, 2, 3] and transport.now == 40.0

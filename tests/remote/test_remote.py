@@ -178,6 +178,20 @@ def test_fedkd_recovers_a_site_that_lost_its_state(tmp_path: Path) -> None:
     assert len(notes) == 1 and "its next download brings the network itself" in notes[0]
 
 
+def test_fedkd_recovers_when_all_sites_lose_their_states(tmp_path: Path) -> None:
+    """Nobody's reply is fused in round 2, so the server's versions stay; it sends networks instead of changes next."""
+    config, people = setting("fedkd", participation=1.0, rounds=3)
+    apart, transport = remote(tmp_path, config, people)
+    apart.round(1)
+    for number, name in enumerate(list(transport.sites)):
+        new = Site(name, agreement(people), people.slice([number]), tmp_path / "new" / name)
+        transport.sites[name] = new.answer
+    with pytest.raises(RunError, match="0 valid replies"):
+        apart.round(2)
+    apart.round(3)
+    assert apart.folder.rounds().replies.tolist() == [4, 0, 4]
+
+
 def test_a_site_that_is_away_is_not_asked_and_keeps_its_score(tmp_path: Path) -> None:
     config, people = setting("fedproto", participation=1.0)
     apart, transport = remote(tmp_path, config, people)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from polyfed import METHODS, RunFolder
-from polyfed.compare.plan import plan
+from polyfed.comparison.plan import plan
 from polyfed.config import read_experiment
 from polyfed.errors import InputError, RunError
 from polyfed.server.federation import Interrupted, Watcher

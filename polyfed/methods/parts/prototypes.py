@@ -38,6 +38,10 @@ class PrototypeMethod(Method):
     """
 
     sends = "class prototypes (mean features)"
+    reveals = (
+        "Which classes a client holds, and the mean feature of each. The mean of a few samples is close to each of "
+        "them."
+    )
     requires = ("features",)
     collect = Collect()
     kept_fresh = ("prototypes",)

@@ -14,6 +14,10 @@ class SharedNetwork(Averaged):
     """Base of methods whose private networks learn through a homogeneous one, `net.shared`."""
 
     sends = "a small common network"
+    reveals = (
+        "Next to what the server sent, these weights are an update from which images and labels can in part be "
+        "reconstructed."
+    )
     module = "shared"
     weighted = False
 

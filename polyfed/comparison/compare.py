@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,18 +12,21 @@ from typing import Any
 import pandas as pd
 
 from polyfed.addresses import PYTHON
-from polyfed.compare import folder as folders
-from polyfed.compare import pictures, render
-from polyfed.compare.outcomes import ROUNDS, Outcome, RoundChoice, read_outcome
-from polyfed.compare.plan import Cell, MethodChoice, common_settings, grid, plan
-from polyfed.compare.runner import run_cells
-from polyfed.compare.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
+from polyfed.comparison import folder as folders
+from polyfed.comparison import pictures, render
+from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, read_outcome
+from polyfed.comparison.plan import Cell, MethodChoice, common_settings, grid, plan
+from polyfed.comparison.runner import run_cells
+from polyfed.comparison.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
 from polyfed.data import Dataset
-from polyfed.errors import InputError
+from polyfed.errors import InputError, RunError
 from polyfed.models import Models, resolve
 from polyfed.ranges import typed
 from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Watcher
+
+MOST_SEEDS = 10_000
+"""More in one range are a slip of the hand."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,20 @@ def compare(
         if noise_floor and again is not None:
             if not (path / "noise").exists():
                 tell(f"{again.name} once more, to see how much the same run varies")
-            failed = finish([again], path / "noise")
+            try:
+                failed = finish([again], path / "noise")
+                noise = None if failed else _noise(again, path, outcomes, question)
+            except InputError as error:  # the tables can do without
+                failed = {again.name: str(error)}
             failures |= {f"noise/{name}": reason for name, reason in failed.items()}
-            noise = None if failed else _noise(again, path, outcomes, question)
         comparison = _conclude(path, cells, outcomes, question, failures, noise)
-        _write(comparison, cells, outcomes)
+        try:
+            _write(comparison, cells, outcomes)
+        except OSError as error:
+            raise RunError(
+                f"the tables can't be written to '{path}': {error.strerror or error}; all runs are kept, and when that "
+                "is fixed the same command writes the tables."
+            ) from error
     return comparison
 
 
@@ -113,10 +126,13 @@ def parse_seeds(text: str) -> list[int]:
     """
     seeds: list[int] = []
     for part in text.split(","):
-        first, dash, last = (word.strip() for word in part.partition("-"))
-        if not first.isdecimal() or dash and not last.isdecimal() or dash and int(last) < int(first):
+        ends = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, -1)
+        if last < first:
             raise InputError(f"seeds are '{text}', but must be numbers and ranges, such as 0-4 or 0,3,7.")
-        seeds += range(int(first), int(last or first) + 1)
+        if last - first >= MOST_SEEDS:
+            raise InputError(f"{part.strip()} are {last - first + 1} seeds, but must be at most {MOST_SEEDS}.")
+        seeds += range(first, last + 1)
     return seeds
 
 
@@ -143,7 +159,7 @@ def _write(comparison: Comparison, cells: Sequence[Cell], outcomes: Mapping[str,
     path, parts = comparison.folder, comparison.sheets
     disk.write(path / "comparison.csv", comparison.table.to_csv(index=False))
     disk.write(path / "curves.csv", comparison.curves.to_csv(index=False))
-    disk.write(path / "comparison.md", _markdown(comparison, cells))
+    disk.write(path / "comparison.md", _markdown(comparison, cells, outcomes))
     remarks = "".join(f"% {line}\n" for line in comparison.remarks)
     tables = "\n".join(render.latex(sheet) for sheet in parts)
     disk.write(path / "comparison.tex", f"% needs \\usepackage{{booktabs}}\n{remarks}\n{tables}")
@@ -153,9 +169,9 @@ def _write(comparison: Comparison, cells: Sequence[Cell], outcomes: Mapping[str,
         pictures.draw_ranks(shared_accuracies(found, comparison.question), path)
 
 
-def _markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
+def _markdown(comparison: Comparison, cells: Sequence[Cell], outcomes: Mapping[str, Outcome]) -> str:
     settings = {n: v for n, v in common_settings(cells[0]).items() if n not in comparison.swept}
-    origins = sorted({RunFolder.open(p.parent).origin() for p in comparison.folder.glob("runs/*/summary.json")})
+    origins = sorted({RunFolder.open(comparison.folder / "runs" / name).origin() for name in outcomes})
     blocks = [
         f"# {', '.join(dict.fromkeys(cell.method for cell in cells))}",
         ", ".join(f"{name} {typed(value)}" for name, value in settings.items()) + ".",

@@ -64,7 +64,12 @@ class Outcome:
 def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
     """The outcome of the finished run in a folder, by the method's own rule of prediction or by another."""
     folder = RunFolder.open(path)
-    summary, evaluations = folder.summary(), folder.evaluations()
+    summary = folder.summary()
+    if damage := folder.damage():
+        raise InputError(
+            f"the run in '{path}' can't be read: {damage[0]}; restore that, or move the run away and run it again."
+        )
+    evaluations = folder.evaluations()
     rules = tuple(str(name) for name in evaluations["rule"].unique())
     chosen = rule or rules[0]
     if chosen not in rules:
@@ -87,10 +92,18 @@ def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
     )
 
 
+def read_curve(folder: RunFolder) -> pd.DataFrame:
+    """The curve of a run that may not have ended, by the method's own rule; empty before the first evaluation."""
+    evaluations = folder.evaluations()
+    own = evaluations[evaluations["rule"] == evaluations["rule"].iloc[0]] if len(evaluations) else evaluations
+    test, validation = (own[own["part"] == part].set_index("round") for part in ("test", "validation"))
+    return _curve(test, validation, _rounds(folder)) if len(test) else pd.DataFrame()
+
+
 def _rounds(folder: RunFolder) -> pd.DataFrame:
     """What every round cost, evaluated or not."""
     events = [event for event in folder.events() if event["event"] == "round"]
-    return pd.DataFrame(events).set_index("round")
+    return pd.DataFrame(events, columns=None if events else ["round", *COSTS]).set_index("round")
 
 
 def _places(test: pd.Series, validation: pd.Series) -> dict[RoundChoice, int | None]:
@@ -116,4 +129,4 @@ def _curve(test: pd.DataFrame, validation: pd.DataFrame, rounds: pd.DataFrame) -
     columns |= {name: rounds[name].cumsum() for name in COSTS}
     if SIMULATED in test:
         columns[SIMULATED] = test[SIMULATED]
-    return pd.DataFrame(columns).loc[test.index].reset_index()
+    return pd.DataFrame(columns).reindex(test.index).reset_index()

@@ -10,8 +10,8 @@ from typing import Any
 
 from polyfed import api
 from polyfed.addresses import PYTHON, trusting
-from polyfed.compare.crew import Crew
-from polyfed.compare.plan import Cell
+from polyfed.comparison.crew import Crew
+from polyfed.comparison.plan import Cell
 from polyfed.config import Experiment, read_yaml
 from polyfed.data import Dataset, load_dataset
 from polyfed.errors import InputError, PolyfedError, first_line

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from polyfed.compare import statistics
-from polyfed.compare.statistics import Interval
+from polyfed.comparison import statistics
+from polyfed.comparison.statistics import Interval
 from polyfed.seeds import numpy_generator
 
 

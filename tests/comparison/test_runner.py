@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from polyfed.assemble import assemble
-from polyfed.compare.outcomes import read_outcome
-from polyfed.compare.plan import Cell, plan
-from polyfed.compare.runner import run_cells
+from polyfed.comparison.outcomes import read_outcome
+from polyfed.comparison.plan import Cell, plan
+from polyfed.comparison.runner import run_cells
 from polyfed.engines import SequentialEngine
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import InputError
@@ -145,7 +145,7 @@ def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, mo
     Asked to stop, workers end their rounds; the rest continues to the numbers of this process.
     """
     monkeypatch.setenv("POLYFED_TEST_DIES", str(tmp_path / "died"))
-    cells = small(["standalone"], [0, 1], models="tests.compare.networks:Deadly")
+    cells = small(["standalone"], [0, 1], models="tests.comparison.networks:Deadly")
     failures = run_cells(cells, tmp_path, jobs=2)
     assert len(failures) == 1
     assert "its process was ended by SIGKILL; the machine may be short of memory" in next(iter(failures.values()))

@@ -11,8 +11,8 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.compare.statistics import FEWEST_SEEDS
-from polyfed.compare.table import TARGETS, Question
+from polyfed.comparison.statistics import FEWEST_SEEDS
+from polyfed.comparison.table import TARGETS, Question
 from polyfed.report.summary import quantity
 
 Row = Mapping[str, Any]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import polyfed
-from polyfed.compare.outcomes import COSTS, read_outcome
+from polyfed.comparison.outcomes import COSTS, read_outcome
 from polyfed.errors import InputError
 from tests.support import Narrow, tiny_dataset
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from polyfed.compare import statistics
-from polyfed.compare.outcomes import Outcome
-from polyfed.compare.plan import Cell, concerns, grid
+from polyfed.comparison import statistics
+from polyfed.comparison.outcomes import Outcome
+from polyfed.comparison.plan import Cell, concerns, grid
 from polyfed.ranges import typed
 from polyfed.records import disk
 

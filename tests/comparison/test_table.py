@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from polyfed.compare import pictures, render
-from polyfed.compare.outcomes import COSTS, Outcome
-from polyfed.compare.plan import Cell, plan
-from polyfed.compare.table import Question, check_same_federation, notes_on, shared_accuracies, table_of
+from polyfed.comparison import pictures, render
+from polyfed.comparison.outcomes import COSTS, Outcome
+from polyfed.comparison.plan import Cell, plan
+from polyfed.comparison.table import Question, check_same_federation, notes_on, shared_accuracies, table_of
 from polyfed.errors import InputError
 
 FACTS = {"the data": "digits", "the partition": "one"}

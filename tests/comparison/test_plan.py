@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polyfed.compare.plan import Cell, concerns, folder_name, grid, plan
+from polyfed.comparison.plan import Cell, concerns, folder_name, grid, plan
 from polyfed.errors import InputError
 
 

@@ -9,18 +9,18 @@ comparison.csv, comparison.md, comparison.tex, curves.csv, and pictures if matpl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from polyfed.compare.plan import OWN, Cell, common_settings
+from polyfed.comparison.plan import OWN, Cell, common_settings
 from polyfed.config import read_yaml
 from polyfed.errors import InputError
 from polyfed.ranges import typed
 from polyfed.records import disk
-from polyfed.records.claim import locked
+from polyfed.records.claim import locked, writable
 from polyfed.records.origin import settings_by_name
 
 PLAN = "comparison.yaml"
@@ -29,19 +29,19 @@ PLAN = "comparison.yaml"
 @contextmanager
 def claimed(path: Path, cells: Sequence[Cell]) -> Iterator[None]:
     """Inside, the folder is this comparison's; raises if it is another's, and leaves it as it is."""
-    try:
-        disk.make_folder(path)
-    except OSError as error:
-        raise InputError(f"can't write to '{path}': {error.strerror}; choose another folder (--out).") from error
-    with locked(path):
-        wanted = _described(cells)
-        if (path / PLAN).exists():
-            known = read_yaml(path / PLAN)
-            if any((path / "runs").glob("*/run.json")):  # a plan of which nothing has begun binds nobody
-                wanted = _united(path, known, wanted)
-        elif any(path.iterdir()):
-            raise InputError(f"'{path}' is not empty and holds no comparison: choose a new or empty folder (--out).")
-        disk.write(path / PLAN, yaml.safe_dump(wanted, sort_keys=False))
+    with ExitStack() as held:
+        with writable(path):
+            disk.make_folder(path)
+            held.enter_context(locked(path))
+            wanted = _described(cells)
+            if (path / PLAN).exists():
+                if any((path / "runs").glob("*/run.json")):  # a plan of which nothing has begun binds nobody
+                    wanted = _united(path, _read_plan(path / PLAN), wanted)
+            elif any(path.iterdir()):
+                raise InputError(
+                    f"'{path}' is not empty and holds no comparison: choose a new or empty folder (--out)."
+                )
+            disk.write(path / PLAN, yaml.safe_dump(wanted, sort_keys=False))
         yield
 
 
@@ -60,23 +60,38 @@ def _described(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"methods": methods, "seeds": seeds, "sweeps": sweeps, "settings": common}
 
 
+def _read_plan(file: Path) -> dict[str, Any]:
+    """The plan in a file; raises if it is not one."""
+    try:
+        content = read_yaml(file)
+    except InputError:
+        content = {}
+    found: dict[str, Any] = {part: content.get(part) for part in ("methods", "seeds", "sweeps", "settings")}
+    named = [found["methods"], found["sweeps"], found["settings"]]
+    if (
+        not all(isinstance(part, Mapping) for part in named)
+        or not isinstance(found["seeds"], list)
+        or not all(isinstance(seed, int) for seed in found["seeds"])
+        or not all(isinstance(own, Mapping) for own in found["methods"].values())
+        or not all(isinstance(tried, list) for tried in found["sweeps"].values())
+    ):
+        raise InputError(f"'{file}' is damaged: put the file back, or choose another folder (--out).")
+    return found
+
+
 def _united(path: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Both plans together; raises if they are not parts of one comparison."""
-    before = {part: known.get(part) or {} for part in ("methods", "sweeps", "settings")}
-    listed = [known.get("seeds") or [], *(before["sweeps"].values() if isinstance(before["sweeps"], Mapping) else ())]
-    if not all(isinstance(p, Mapping) for p in before.values()) or not all(isinstance(p, list) for p in listed):
-        raise InputError(f"'{path / PLAN}' is damaged: put the file back, or choose another folder (--out).")
-    if set(before["sweeps"]) != set(wanted["sweeps"]):
-        was = ", ".join(before["sweeps"]) or "nothing"
+    if set(known["sweeps"]) != set(wanted["sweeps"]):
+        was = ", ".join(known["sweeps"]) or "nothing"
         raise _another(path, f"it sweeps {was}, not {', '.join(wanted['sweeps']) or 'nothing'}")
-    _check_equal(path, "", before["settings"], wanted["settings"])
+    _check_equal(path, "", known["settings"], wanted["settings"])
     for label, own in wanted["methods"].items():
-        _check_equal(path, f" of {label}", before["methods"].get(label, {}), own)
+        _check_equal(path, f" of {label}", known["methods"].get(label, {}), own)
     return {
-        "methods": {**before["methods"], **wanted["methods"]},
-        "seeds": sorted({*(known.get("seeds") or []), *wanted["seeds"]}),
+        "methods": {**known["methods"], **wanted["methods"]},
+        "seeds": sorted({*known["seeds"], *wanted["seeds"]}),
         "sweeps": {
-            name: [*before["sweeps"][name], *(v for v in tried if v not in before["sweeps"][name])]
+            name: [*known["sweeps"][name], *(v for v in tried if v not in known["sweeps"][name])]
             for name, tried in wanted["sweeps"].items()
         },
         "settings": dict(wanted["settings"]),

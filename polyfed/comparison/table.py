@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from polyfed.compare import statistics
-from polyfed.compare.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
-from polyfed.compare.plan import Cell, concerns, grid
+from polyfed.comparison import statistics
+from polyfed.comparison.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
+from polyfed.comparison.plan import Cell, concerns, grid
 from polyfed.errors import InputError
 from polyfed.ranges import typed
 from polyfed.seeds import numpy_generator
@@ -44,7 +44,7 @@ def table_of(cells: Sequence[Cell], outcomes: Mapping[str, Outcome], question: Q
     """All rows, point after point, methods in the order in which they were given. Failed runs have no outcome."""
     rows = []
     for point in grid(cells):
-        rows += _rows_at(point, by_method(point, cells, outcomes), question)
+        rows += rows_at(point, by_method(point, cells, outcomes), question)
     return pd.DataFrame(rows)
 
 
@@ -105,7 +105,8 @@ def by_method(
     return found
 
 
-def _rows_at(point: Mapping[str, Any], found: Mapping[str, BySeed], question: Question) -> list[dict[str, Any]]:
+def rows_at(point: Mapping[str, Any], found: Mapping[str, BySeed], question: Question) -> list[dict[str, Any]]:
+    """The rows of one point, from its outcomes by method and seed."""
     rows: list[dict[str, Any]] = []
     for method, own in found.items():
         alone = found.get(question.baseline or "", {}) if method != question.baseline else {}

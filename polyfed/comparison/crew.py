@@ -29,7 +29,7 @@ class Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the worker
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "polyfed.compare.worker", str(threads)],
+            [sys.executable, "-m", "polyfed.comparison.worker", str(threads)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
             start_new_session=True,  # Ctrl-C on the terminal is for the parent, which lets workers end their rounds
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 
 from polyfed.addresses import trusting
-from polyfed.compare.runner import finish, reason_of
+from polyfed.comparison.runner import finish, reason_of
 from polyfed.config import experiment
 from polyfed.errors import InputError
 from polyfed.server.federation import Interrupted, Watcher
