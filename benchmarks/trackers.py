@@ -35,9 +35,9 @@ class Stopwatch(polyfed.Watcher):
         clocks = [
             time.pthread_getcpuclockid(thread.ident)
             for thread in threading.enumerate()
-            if thread.name.startswith("polyfed-") and thread.ident
+            if thread.name.startswith("polyfed-tracker-") and thread.ident
         ]
-        self.worked.append(sum(map(time.clock_gettime, clocks)))
+        self.worked.append(sum(map(time.clock_gettime, clocks), 0.0))
 
     @property
     def share(self) -> float:
