@@ -31,6 +31,7 @@ from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import Restored, RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.report.progress import watched
+from polyfed.report.summary import result_html
 from polyfed.resuming import changed_settings, check_trusted, differences, located
 from polyfed.server.federation import Federation, Watcher
 from polyfed.server.scores import percent
@@ -53,6 +54,10 @@ class Result:
             f"Result({numbers['method']}: accuracy {percent(numbers['accuracy_final'])} after {numbers['rounds']} "
             f"rounds, in '{self.folder.path}')"
         )
+
+    def _repr_html_(self) -> str:
+        """A small table, which a notebook shows."""
+        return result_html(self.summary, self.folder.path)
 
     @cached_property
     def population(self) -> Population:
@@ -109,7 +114,9 @@ class Result:
 
     def model(self, client: int) -> SplitNetwork:
         """A client's private model, in evaluation mode."""
-        return self.network(client).model
+        saved = {n: t for n, t in self.folder.model_state(client).items() if n.startswith("model.")}
+        alone = ClientNetwork(self.population.new_network(client).cpu().model, {})
+        return filled(alone, saved, f"the model of client {client} in '{self.folder.path}'").model
 
     def predict(self, client: int, x: Any) -> Prediction:
         """What a client predicts for one image or many, by the method's own rule: classes, names, probabilities.
@@ -325,6 +332,12 @@ def _record_start(federation: Federation, machine: str, config_before: Experimen
     folder.add_start(start, federation.engine.name, machine)
     if earlier and earlier[-1]["machine"] != machine:
         federation.note(f"until round {start} the run was on {earlier[-1]['machine']}; it continues on {machine}")
+    now = folder.starts()[-1]["polyfed"]
+    if earlier and earlier[-1]["polyfed"] != now:
+        federation.note(
+            f"until round {start} the run was made by polyfed {earlier[-1]['polyfed']}; it continues with {now}, whose "
+            "numbers may differ"
+        )
     if config_before is not None:
         for change in differences(config_before, federation.config):
             federation.note(f"from round {start + 1} on, {change}")

@@ -1,15 +1,17 @@
 """Where a resumed run starts: from its last checkpoint, from an earlier one, or from its end for more rounds."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 import polyfed
-from polyfed import Watcher
+from polyfed import InputError, RunFolder, Watcher
+from polyfed.message import State
 from polyfed.server.federation import Interrupted
 from tests import support
 from tests.stopping import StopAfterTwo, notes, records, stopped, tiny
@@ -212,3 +214,43 @@ def test_fedkd_sends_the_network_to_clients_whose_states_are_lost(tmp_path: Path
     assert result.rounds.replies.tolist() == [4, 4, 4, 4]
     floats = result.rounds.download_floats.tolist()
     assert floats[2] == floats[0] > max(floats[1], floats[3])
+
+
+def without(state: State, names: Collection[str]) -> State:
+    return {name: tensor for name, tensor in state.items() if name.split(".")[0] not in names}
+
+
+@pytest.mark.parametrize(("method", "gone"), [("fedkd", {"received"}), ("fedapen", {"adapted"})])
+def test_models_of_an_older_version_are_read_or_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, gone: set[str]
+) -> None:
+    """A client's private model needs nothing of what a later version keeps beside it."""
+    result = polyfed.run(method, **support.DEFAULTS, **tiny(), out=tmp_path / "run")
+    expected = result.network(0).model.state_dict()
+    saved = result.folder.model_state(0)
+    monkeypatch.setattr(RunFolder, "model_state", lambda self, client: without(saved, gone))
+    old = polyfed.resume(tmp_path / "run", **tiny())
+    for name, tensor in old.model(0).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    with pytest.raises(InputError, match=f"client 0 in .* '{min(gone)}.* is missing; if another version of polyfed"):
+        old.network(0)
+
+
+@pytest.mark.parametrize(("method", "gone"), [("fedgh", "modules"), ("fd", "state"), ("dc-pfl", "modules")])
+def test_a_server_of_an_older_version_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, gone: str
+) -> None:
+    polyfed.run(method, **support.DEFAULTS, **tiny(), out=tmp_path / "run")
+    named = polyfed.RunFolder(tmp_path / "run").server_state()
+    monkeypatch.setattr(RunFolder, "server_state", lambda self: without(named, {gone}))
+    old = polyfed.resume(tmp_path / "run", **tiny())
+    with pytest.raises(InputError, match=rf"server's state in .*: '{gone}\..*' is missing; if another version"):
+        _ = old.server
+
+
+def test_a_run_that_continues_with_another_version_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stopped(tmp_path / "run")
+    monkeypatch.setattr("polyfed.records.folder.version", lambda name: "99.0")
+    polyfed.resume(path, **tiny())
+    (note,) = notes(path)
+    assert note.startswith("until round 2 the run was made by polyfed 0") and "continues with 99.0" in note

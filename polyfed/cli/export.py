@@ -12,40 +12,33 @@ from polyfed.cli.base import AsJson, Trust, out_console
 from polyfed.errors import InputError
 from polyfed.server.scores import percent
 
-Client = Annotated[str | None, typer.Option(metavar="NUMBER", help="the client, counted from 0")]
+_CLIENT: Any = typer.Option(metavar="NUMBER", help="the client, counted from 0")
 
 
 def export(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a finished run")],
-    client: Client = None,
+    client: Annotated[str, _CLIENT],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="a new or empty folder for the model")],
     format: Annotated[
-        str,
-        typer.Option(help="safetensors (for polyfed), or a program: torch (torch.export) or onnx"),
+        str, typer.Option(help="safetensors (for polyfed), or a program: torch (torch.export) or onnx")
     ] = "safetensors",
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="a new or empty folder (default: RUN-client-NUMBER)")
-    ] = None,
     trust: Trust = False,
 ) -> None:
     """Write one client's model for use elsewhere. With its preprocessing, class names and a card."""
     from polyfed.export.write import export_client  # only this command needs it
 
-    number = _number(client)
-    if number is None:
-        raise InputError("say whose model to export, counted from 0 (--client 0).")
-    folder = out or Path(f"{path}-client-{number}")
-    card = export_client(path, number, folder, format=format, trust=trust)
+    card = export_client(path, _number(client), out, format=format, trust=trust)
     out_console.print(f"The exported model gives the run's predictions on {card.checked_on}.", soft_wrap=True)
     if card.accuracy_exported is not None:
         out_console.print(f"It predicts {percent(card.accuracy_exported)} of these correctly.")
-    out_console.print(f"Fill in the licence and what it must not be used for: {folder / 'README.md'}", soft_wrap=True)
-    out_console.print(str(folder), soft_wrap=True)
+    out_console.print(f"Fill in the licence and what it must not be used for: {out / 'README.md'}", soft_wrap=True)
+    out_console.print(str(out), soft_wrap=True)
 
 
 def predict(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="an exported model, or a run with --client")],
     files: Annotated[list[Path], typer.Argument(metavar="FILES", help="pictures, npz archives or CSV tables")],
-    client: Client = None,
+    client: Annotated[str | None, _CLIENT] = None,
     resize: Annotated[bool, typer.Option("--resize", help="resize pictures to the size that the model needs")] = False,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -54,7 +47,7 @@ def predict(
     from polyfed.export.files import read_samples
     from polyfed.export.load import load_client
 
-    loaded = load_client(model, _number(client), trust=trust)
+    loaded = load_client(model, None if client is None else _number(client), trust=trust)
     samples = [read_samples(file, loaded.inputs, resize=resize) for file in files]
     rows: list[dict[str, Any]] = []
     for each in samples:
@@ -68,9 +61,7 @@ def predict(
         out_console.print(f"{where}  {found['class']}  {percent(found['probability'])}", soft_wrap=True)
 
 
-def _number(text: str | None) -> int | None:
-    if text is None:
-        return None
+def _number(text: str) -> int:
     if not text.isdecimal():
         raise InputError(f"--client is '{text}', but must be a whole number, counted from 0.")
     return int(text)

@@ -5,7 +5,7 @@ A run writes one card for all its clients (models/card.json); an exported model 
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, ValidationError
@@ -29,7 +29,7 @@ class Inputs(Settings):
 
     data: str
     """The name of the data that it was trained on."""
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=1)], ...]
     """Of one sample: channels, height, width for images."""
     pixels: bool
     """Whether samples are `uint8` images, to be normalised as (pixel / 255 − mean) / std; otherwise floats as given."""

@@ -40,6 +40,7 @@ class Predictor(nn.Module):
         scale, shift = dataset.scaling(torch.device("cpu")) if self.pixels else (torch.ones(()), torch.zeros(()))
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
+        self.requires_grad_(False)
 
     def forward(self, samples: Tensor) -> Tensor:
         x = samples.to(torch.float32) * self.scale + self.shift if self.pixels else samples

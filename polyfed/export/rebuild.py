@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from polyfed.addresses import names_code, trusting
+from polyfed.compute import out_of_memory
 from polyfed.engines.client.workbench import state_of
-from polyfed.errors import InputError
+from polyfed.errors import InputError, first_line
 from polyfed.export.card import Blueprint, RunCard
 from polyfed.message import State
 from polyfed.methods import find_method
@@ -65,8 +66,13 @@ def rebuilt(
             method = chosen(chosen.Config(**options), task, Training(**card.training))
         except ValidationError as error:
             raise InputError(f"{where} is damaged ({error.errors()[0]['msg'].lower()}): restore it.") from None
-        model = task.new_model(found[network])
-        return method, ClientNetwork(model, method.client_modules(model)).cpu()
+        try:
+            model = task.new_model(found[network])
+            return method, ClientNetwork(model, method.client_modules(model)).cpu()
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            raise InputError(f"{where} describes a network that does not fit into memory.") from error
 
 
 def _architecture(card: Blueprint, name: str, models: Models | None, trust: bool, where: str) -> Architecture:
@@ -99,13 +105,20 @@ def filled(network: ClientNetwork, state: Mapping[str, Tensor], where: str) -> C
     own = state_of(network)
     for name in sorted(own.keys() | state.keys()):
         if name not in own or name not in state:
-            raise InputError(f"{where} does not fit its network: '{name}' is {'new' if name in state else 'missing'}.")
+            raise unfit(where, "its network", f"'{name}' is {'new' if name in state else 'missing'}")
         if own[name].shape != state[name].shape or own[name].dtype != state[name].dtype:
-            raise InputError(f"{where} does not fit its network: '{name}' has another shape or type.")
+            raise unfit(where, "its network", f"'{name}' has another shape or type")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(state[name])
     return network.eval()
+
+
+def unfit(where: str, what: str, difference: str) -> InputError:
+    """The error for a saved state that is not of the form that this version of polyfed makes."""
+    return InputError(
+        f"{where} does not fit {what}: {difference}; if another version of polyfed made it, read it with that one."
+    )
 
 
 def with_last_knowledge(
@@ -122,7 +135,10 @@ def last_server(method: Method, folder: RunFolder, seed: int, rounds: int) -> Se
     """The server as it was at the end of a run."""
     server = Server(seed, round=rounds)
     method.start(server)
-    server.load(folder.server_state())
+    try:
+        server.load(folder.server_state())
+    except RuntimeError as error:
+        raise unfit(f"the server's state in '{folder.path}'", "its method", first_line(error)) from error
     return server
 
 

@@ -216,9 +216,9 @@ class Server:
 
     def load(self, named: Mapping[str, Tensor]) -> None:
         """Load what `named_state` gave; raises a `RuntimeError` if it belongs to another method."""
-        missing = {f"state.{name}" for name in self.state} - set(named)
+        missing = self.named_state().keys() - named.keys()
         if missing:
-            raise RuntimeError(f"the server's state lacks {sorted(missing)[0]}")
+            raise RuntimeError(f"'{min(missing)}' is missing")
         modules = {name: tensor for name, tensor in named.items() if name.startswith("modules.")}
         self.modules.load_state_dict({name.removeprefix("modules."): tensor for name, tensor in modules.items()})
         self.state = {name.removeprefix("state."): tensor for name, tensor in named.items() if name not in modules}

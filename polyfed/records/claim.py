@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,17 +74,42 @@ def locked(path: Path) -> Iterator[None]:
 
     folder = os.open(path, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FolderError(
-                f"another process is working on '{path}'; wait until it has ended, or stop it first."
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+        for moment in (0.02, 0.1, 0.0):  # `is_locked` of another process may hold it for an instant
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if not moment:
+                    raise FolderError(
+                        f"another process is working on '{path}'; wait until it has ended, or stop it first."
+                    ) from error
+                time.sleep(moment)
+            except OSError:
+                break  # a file system without locks
         yield
     finally:
         os.close(folder)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process works on this folder; None where that can't be known."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(folder)
+    return False
 
 
 def check_free(path: Path, begun: Collection[str]) -> None:

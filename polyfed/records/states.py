@@ -130,8 +130,8 @@ class States(Protocol):
 def misfit(whose: str) -> InputError:
     """The error for a state that does not belong to this run."""
     return InputError(
-        f"the checkpoint's state of {whose} does not fit the run's networks and method: resume with the settings that "
-        "the run had, or start a new one."
+        f"the checkpoint's state of {whose} does not fit the run's networks and method: resume with the settings and "
+        "the version of polyfed that the run had, or start a new one."
     )
 
 

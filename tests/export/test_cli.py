@@ -117,18 +117,21 @@ def test_what_can_not_be_exported(
         finished(tmp_path / "half", "standalone", watcher=Stop())
     for arguments, words in (
         ((path, "--client", "7"), "there is no client 7; the run has 2 clients"),
-        ((path,), "say whose model to export"),
         ((path, "--client", "x"), "--client is 'x', but must be a whole number"),
         ((path, "--client", "0", "--out", "full"), "'full' is not empty"),
         ((path, "--client", "0", "--format", "onyx"), "unknown format 'onyx': did you mean 'onnx'?"),
         (("half", "--client", "0"), "is not finished; continue it with `polyfed resume half`"),
         (("nothing", "--client", "0"), "'nothing' holds no run"),
     ):
-        ended = shell("export", *arguments)
+        ended = shell("export", *arguments, *([] if "--out" in arguments else ["--out", "new"]))
         assert ended.status == 2 and is_one_sentence(ended.error) and words in ended.error, ended.error
     monkeypatch.setattr(formats, "ONNX_PACKAGES", ("onnx", "no_such_package"))
-    ended = shell("export", path, "--client", "0", "--format", "onnx")
+    ended = shell("export", path, "--client", "0", "--format", "onnx", "--out", "new")
     assert ended.status == 2 and "ONNX needs no_such_package" in ended.error and "polyfed[onnx]" in ended.error
+    for missing in (("--client", "0"), ("--out", "new")):
+        ended = shell("export", path, *missing)
+        assert ended.status == 2 and is_one_sentence(ended.error) and "missing option" in ended.error
+    assert not Path("new").exists()
     assert [entry.name for entry in Path("full").iterdir()] == ["mine.txt"]
 
 

@@ -136,6 +136,7 @@ def test_damaged_exports_are_refused(tmp_path: Path) -> None:
         ('"network": "cnn5"', '"network": "cnn4"', "describes no network 'cnn4'"),
         ('"source": "cnn5"', '"source": "os:abort"', "names code that would be run, 'os:abort'"),
         ('"feature_size": 500', '"feature_size": "many"', "is damaged"),
+        ('"features": null', '"features": 900000000000', "does not fit into memory"),
         ('"source": "cnn5"', '"source": "cnn4"', "does not fit its network"),
     ):
         assert old in text.replace("\\n", "")

@@ -12,7 +12,7 @@ import pytest
 from polyfed.config import experiment
 from polyfed.errors import InputError
 from polyfed.records import CLIENT_COLUMNS, EVALUATION_COLUMNS, ROUND_COLUMNS, RunFolder
-from polyfed.records.folder import LOGS
+from polyfed.records.contents import LOGS
 from polyfed.server.scores import Best, Progress
 from tests import support
 
