@@ -15,7 +15,7 @@ from typing import Any
 from yaml import YAMLError
 
 from polyfed.addresses import names_code
-from polyfed.errors import InputError
+from polyfed.errors import FolderError
 from polyfed.records import disk
 from polyfed.yaml_text import parse_yaml
 
@@ -61,7 +61,7 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"can't write to '{path}': {reason}; choose another folder (--out).") from error
+        raise FolderError(f"can't write to '{path}': {reason}; choose another folder (--out).") from error
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if not moment:
-                    raise InputError(
+                    raise FolderError(
                         f"another process is working on '{path}'; wait until it has ended, or stop it first."
                     ) from error
                 time.sleep(moment)
@@ -126,13 +126,15 @@ def check_free(path: Path, begun: Collection[str]) -> None:
         raise taken(path)
 
 
-def taken(path: Path) -> InputError:
+def taken(path: Path) -> FolderError:
     """The error for a folder that a run can't use."""
     if (path / "run.json").exists() or (path / "config.yaml").exists():
-        return InputError(
+        return FolderError(
             f"'{path}' already holds a run; continue it with `{resume_command(path)}`, or choose another folder "
             "(--out)."
         )
     if path.is_dir():
-        return InputError(f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out).")
-    return InputError(f"'{path}' is a file: choose a new or empty folder (--out).")
+        return FolderError(
+            f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out)."
+        )
+    return FolderError(f"'{path}' is a file: choose a new or empty folder (--out).")
