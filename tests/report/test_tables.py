@@ -77,8 +77,11 @@ def test_defaults_are_written_as_a_user_would_type_them() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["run"], ["resume"], ["compare"], ["methods"], ["models"], ["datasets"], ["config"], ["init"], ["bench"]],
-)
+    [
+        [], ["run"], ["resume"], ["show"], ["list"], ["compare"], ["methods"], ["models"], ["datasets"], ["config"],
+        ["init"], ["bench"],
+    ],
+)  # fmt: skip
 def test_help_fits_80_columns(command: list[str]) -> None:
     from typer.testing import CliRunner
 
