@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from polyfed.server.federation import Watcher
     from polyfed.tuning import tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "METHODS",

@@ -31,6 +31,7 @@ from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import Restored, RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.report.progress import watched
+from polyfed.report.summary import result_html
 from polyfed.resuming import changed_settings, check_trusted, differences, located
 from polyfed.server.federation import Federation, Watcher
 from polyfed.server.scores import percent
@@ -53,6 +54,10 @@ class Result:
             f"Result({numbers['method']}: accuracy {percent(numbers['accuracy_final'])} after {numbers['rounds']} "
             f"rounds, in '{self.folder.path}')"
         )
+
+    def _repr_html_(self) -> str:
+        """A small table, which a notebook shows."""
+        return result_html(self.summary, self.folder.path)
 
     @cached_property
     def population(self) -> Population:

@@ -21,6 +21,10 @@ class InputError(PolyfedError):
     exit_status = 2
 
 
+class FolderError(InputError):
+    """A folder can't be used: another process works on it, it holds something else, or it can't be written to."""
+
+
 class RunError(PolyfedError):
     """A run that started could not continue."""
 

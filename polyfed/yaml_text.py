@@ -16,6 +16,28 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+def parse_value(text: str) -> Any:
+    """A value as it is typed on a command line: what is no YAML is a text.
+
+    >>> parse_value("0.5"), parse_value("[")
+    (0.5, '[')
+    """
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError:
+        return text
+
+
+def parse_values(text: str) -> list[Any]:
+    """Several values, separated by commas; those that contain commas are written as a YAML list.
+
+    >>> parse_values("0.1, 0.2"), parse_values("[cnn1, 'cnn1,cnn5']")
+    ([0.1, 0.2], ['cnn1', 'cnn1,cnn5'])
+    """
+    listed = parse_value(text) if text.lstrip().startswith("[") else None
+    return listed if isinstance(listed, list) else [parse_value(value.strip()) for value in text.split(",")]
+
+
 class RepeatedKey(yaml.YAMLError):
     """A name occurs twice in one mapping; YAML forbids that, but its reader silently uses the last one."""
 

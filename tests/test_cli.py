@@ -341,3 +341,16 @@ def test_python_m_polyfed_is_polyfed(monkeypatch: pytest.MonkeyPatch, capsys: py
         runpy.run_module("polyfed", run_name="__main__")
     assert caught.value.code == 2
     assert "'nowhere' holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("polyfed meth", "methods"), ("polyfed run fedpr", "fedproto"), ("polyfed methods pf", "pfedes")],
+)
+def test_the_shell_can_complete_commands_and_methods(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, words: str, found: str
+) -> None:
+    for name, value in (("_POLYFED_COMPLETE", "complete_bash"), ("COMP_WORDS", words), ("COMP_CWORD", "")):
+        monkeypatch.setenv(name, value or str(words.count(" ")))
+    ended = shell()
+    assert (ended.status, ended.output.split()) == (0, [found])

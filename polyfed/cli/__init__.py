@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed import __version__
-from polyfed.cli import compare, export, lists, report, reproduce, runs, tune
+from polyfed.cli import compare, export, lists, report, reproduce, runs, show, tune
 from polyfed.cli.base import app, error_console, out_console
 from polyfed.errors import PolyfedError
 
@@ -17,12 +17,12 @@ __all__ = ["app", "main"]
 
 # `polyfed --help` lists them in this order.
 _COMMANDS = (
-    runs.run, runs.resume, compare.compare, tune.tune, report.report, reproduce.reproduce, export.export,
-    export.predict,
-    lists.methods, lists.models, lists.datasets, lists.bench,
+    runs.run, runs.resume, show.show, show.list_runs, compare.compare, tune.tune, report.report, reproduce.reproduce,
+    export.export, export.predict,
+    lists.methods, lists.models, lists.datasets, lists.config, lists.init, lists.bench,
 )  # fmt: skip
 for _command in _COMMANDS:
-    app.command()(_command)
+    app.command(_command.__name__.removesuffix("_runs"))(_command)  # a function called list would hide Python's own
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,7 +47,8 @@ def main() -> None:
     """Run the command line; errors are one sentence on standard error and an exit status."""
     debug = "--debug" in sys.argv[1:]  # wherever it stands
     try:
-        status = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
+        arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+        status = app(arguments, prog_name="polyfed", standalone_mode=False)
     except PolyfedError as error:
         if debug:
             traceback.print_exception(error)

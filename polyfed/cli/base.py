@@ -8,13 +8,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from polyfed.methods import METHODS
 from polyfed.report.progress import BarProgress, LineProgress, QuietProgress, plain_console
 from polyfed.server.federation import Interrupted
 
 app = typer.Typer(
     help="Model-heterogeneous personalised federated learning.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,6 +26,11 @@ T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Trust = Annotated[bool, typer.Option("--trust", help="import the code that the file names as package.module:name")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")]
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """The names of methods that begin like this, for the shell."""
+    return [name for name in METHODS if name.startswith(incomplete)]
 
 
 def watch(quiet: bool, work: Callable[[QuietProgress], T], stopped: Callable[[QuietProgress], str]) -> T:
@@ -47,8 +52,8 @@ def _with_status(error: Interrupted, watcher: QuietProgress) -> Interrupted:
     return error
 
 
-def show_list(as_json: bool, values: list[dict[str, Any]], *shown: Any) -> None:
-    """Print a list for programs, or its tables for people."""
+def show_list(as_json: bool, values: list[dict[str, Any]] | dict[str, Any], *shown: Any) -> None:
+    """Print values for programs, or their tables for people."""
     if as_json:
         print(json.dumps(values, indent=2))
         return

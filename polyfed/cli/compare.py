@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from polyfed.cli.base import Trust, out_console, watch
 from polyfed.cli.options import experiment_options
 from polyfed.errors import InputError
-from polyfed.yaml_text import parse_yaml
+from polyfed.yaml_text import parse_values
 
 if TYPE_CHECKING:
     from polyfed.comparison.compare import Comparison
@@ -84,16 +83,8 @@ def parse_sweeps(pairs: list[str]) -> dict[str, list[Any]]:
             raise InputError(f"--sweep takes NAME=V1,V2, such as --sweep clients=10,50, not '{pair}'.")
         if name in sweeps:
             raise InputError(f"{name} is swept twice: put all its values into one sweep.")
-        listed = _parsed(text) if text.lstrip().startswith("[") else None
-        sweeps[name] = listed if isinstance(listed, list) else [_parsed(value.strip()) for value in text.split(",")]
+        sweeps[name] = parse_values(text)
     return sweeps
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return parse_yaml(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _show(found: Comparison) -> None:

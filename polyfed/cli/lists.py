@@ -1,23 +1,36 @@
-"""What there is: methods, networks, datasets; and how fast this machine is."""
+"""What there is: methods, networks, datasets, settings; and how fast this machine is."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from polyfed.assemble import find_device
-from polyfed.cli.base import AsJson, error_console, out_console, show_list
+from polyfed.cli.base import AsJson, complete_method, error_console, out_console, show_list
 from polyfed.compute import machine_name
+from polyfed.methods import find_method
 from polyfed.report import tables
 from polyfed.report.progress import bench_line
+from polyfed.starter import write_starter
 
 
-def methods(as_json: AsJson = False) -> None:
-    """List the methods and their options. With their papers, and what clients send."""
-    show_list(as_json, tables.methods(), tables.methods_table(), tables.method_options_table())
+def methods(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="show one method with its options", autocompletion=complete_method),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the methods, or show one. With its paper, its options and what clients send."""
+    if name is None:
+        show_list(as_json, tables.methods(), tables.methods_table())
+        return
+    method = tables.about_method(find_method(name))
+    show_list(as_json, method, tables.method_table(method), tables.options_table(method))
 
 
 def models(as_json: AsJson = False) -> None:
@@ -28,6 +41,20 @@ def models(as_json: AsJson = False) -> None:
 def datasets(as_json: AsJson = False) -> None:
     """List the datasets, and where they come from."""
     show_list(as_json, tables.datasets(), tables.datasets_table())
+
+
+def config(as_json: AsJson = False) -> None:
+    """List the settings of an experiment. With defaults and ranges."""
+    show_list(as_json, tables.settings(), tables.settings_table())
+
+
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="a file that does not exist yet")],
+    method: Annotated[str, typer.Option(metavar="TEXT", help="the method to start with")] = "fedproto",
+) -> None:
+    """Write an experiment to start from. It has every setting with a comment, and runs as it is."""
+    write_starter(file, method)
+    out_console.print(f"`polyfed run {file}` runs it.", soft_wrap=True)
 
 
 def bench(

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Annotated, Any, get_type_hints
 
 import typer
-import yaml
 from pydantic import BaseModel
 
 from polyfed.config import GROUPS, Experiment, merged
@@ -16,7 +15,7 @@ from polyfed.errors import InputError
 from polyfed.methods.base import Training
 from polyfed.normal_form import PRESET_TITLES, normal_form
 from polyfed.ranges import describe_range, typed
-from polyfed.yaml_text import parse_yaml
+from polyfed.yaml_text import parse_value
 
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 NAMES = (
@@ -118,10 +117,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         group, _, inner = name.rpartition(".")
         if group not in ("", "method", *GROUPS):
             raise InputError(f"--set accepts {NESTED} and plain settings, not '{name}'.")
-        try:
-            value = parse_yaml(text)
-        except yaml.YAMLError:
-            value = text
+        value = parse_value(text)
         key = inner.replace("-", "_")
         if group:
             changes.setdefault(group, {})[key] = value

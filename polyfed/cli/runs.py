@@ -12,7 +12,7 @@ import typer
 
 from polyfed import api
 from polyfed.addresses import trusting
-from polyfed.cli.base import Quiet, Trust, out_console, watch
+from polyfed.cli.base import Quiet, Trust, complete_method, out_console, watch
 from polyfed.cli.options import as_number, experiment_options, parse_settings
 from polyfed.config import Experiment, merged, named_by, read_experiment
 from polyfed.config import experiment as checked
@@ -26,7 +26,12 @@ from polyfed.server.federation import Watcher
 
 @experiment_options()
 def run(
-    method: Annotated[str, typer.Argument(metavar="METHOD|FILE.yaml", help="a method's name, or an experiment file")],
+    method: Annotated[
+        str,
+        typer.Argument(
+            metavar="METHOD|FILE.yaml", help="a method's name, or an experiment file", autocompletion=complete_method
+        ),
+    ],
     changes: dict[str, Any],
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="the run's folder (default: a new one under runs/)")

@@ -23,6 +23,7 @@ from polyfed.errors import InputError, RunError
 from polyfed.models import Models, resolve
 from polyfed.ranges import typed
 from polyfed.records import RunFolder, disk
+from polyfed.report import drawing
 from polyfed.server.federation import Watcher
 
 MOST_SEEDS = 10_000
@@ -245,7 +246,7 @@ def _conclude(
     table["noise_floor"] = float("nan") if noise is None else noise
     swept = list(grid(cells)[0])
     notes = notes_on(cells, outcomes, question)
-    if pictures.missing():
+    if drawing.missing():
         notes.append("Pictures need matplotlib: pip install 'polyfed[pictures]'.")
     curves = pictures.curves_of(cells, outcomes)
     return Comparison(path, table, question, swept, failures, notes, noise, curves)

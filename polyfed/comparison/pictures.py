@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
-from itertools import cycle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,7 @@ from polyfed.comparison import statistics
 from polyfed.comparison.outcomes import Outcome
 from polyfed.comparison.plan import Cell, concerns, grid
 from polyfed.ranges import typed
-from polyfed.records import disk
-
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-"""Okabe and Ito's, which colour-blind people can tell apart, without the black and the pale yellow."""
-STYLES = (
-    {"linestyle": "-", "marker": "o"}, {"linestyle": "-.", "marker": "s"}, {"linestyle": ":", "marker": "^"},
-)  # fmt: skip
-"""After six methods the colours come again with the next of these."""
-ALONE = {"color": "black", "linestyle": "--"}
-KINDS = ("png", "pdf")
-
-
-def missing() -> bool:
-    """Whether pictures can't be drawn."""
-    return find_spec("matplotlib") is None
+from polyfed.report import drawing
 
 
 def curves_of(cells: Sequence[Cell], outcomes: Mapping[str, Outcome]) -> pd.DataFrame:
@@ -52,7 +35,7 @@ def curves_of(cells: Sequence[Cell], outcomes: Mapping[str, Outcome]) -> pd.Data
 
 def draw(curves: pd.DataFrame, table: pd.DataFrame, swept: Sequence[str], folder: Path) -> None:
     """curves.png and curves.pdf; with one swept number sweep.png and sweep.pdf. Nothing without matplotlib."""
-    if missing() or curves.empty:
+    if drawing.missing() or curves.empty:
         return
     _draw_curves(curves, swept, folder)
     if len(swept) == 1 and table[swept[0]].nunique() > 1:
@@ -66,12 +49,12 @@ def draw_ranks(accuracies: pd.DataFrame, folder: Path) -> None:
 
     A row of accuracies per method, a column per seed. Nothing with fewer than ten seeds or without matplotlib.
     """
-    if missing() or len(accuracies) < 2 or accuracies.shape[1] < statistics.SEEDS_FOR_RANKS:
+    if drawing.missing() or len(accuracies) < 2 or accuracies.shape[1] < statistics.SEEDS_FOR_RANKS:
         return
     methods, ranks = list(accuracies.index), statistics.mean_ranks(accuracies.to_numpy())
     gap = statistics.critical_difference(*accuracies.shape)
     order = np.argsort(ranks)
-    figure, axes = _figure((7, 1.4 + 0.25 * len(methods)))
+    figure, axes = drawing.new_figure((7, 1.4 + 0.25 * len(methods)))
     axes.set(xlim=(0.8, len(methods) + 0.2), ylim=(-len(methods) - 1, 1.6), xlabel="mean rank (1 is best)", yticks=[])
     for row, place in enumerate(order):
         axes.plot([ranks[place]] * 2, [0, -row - 1], color="grey", linewidth=0.8)
@@ -79,7 +62,7 @@ def draw_ranks(accuracies: pd.DataFrame, folder: Path) -> None:
     for level, (first, last) in enumerate(indistinct(ranks[order], gap)):
         axes.plot([first, last], [0.3 + 0.25 * level] * 2, color="black", linewidth=3)
     axes.set_title(f"critical difference {gap:.2f}", fontsize=9)
-    _save(figure, folder / "critical-difference")
+    drawing.save(figure, folder / "critical-difference")
 
 
 def indistinct(ranks: np.ndarray, gap: float) -> list[tuple[float, float]]:
@@ -97,8 +80,8 @@ def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path) -> No
     panels = list(curves.groupby(list(swept), sort=False)) if swept else [("", curves)]
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = _figure((1.5 + 4.5 * columns, 3.6 * rows), rows, columns)
-    looks = _looks(curves["method"].unique())
+    figure, axes = drawing.new_figure((1.5 + 4.5 * columns, 3.6 * rows), rows, columns)
+    looks = drawing.looks(curves["method"].unique())
     for place, (point, frame) in zip(np.atleast_1d(axes).flat, panels, strict=False):
         _lines(place, frame, "round", looks)
         values = point if isinstance(point, tuple) else (point,)
@@ -107,8 +90,8 @@ def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path) -> No
         place.xaxis.get_major_locator().set_params(integer=True)
     for place in list(np.atleast_1d(axes).flat)[len(panels) :]:
         place.set_axis_off()
-    _legend(figure, np.atleast_1d(axes).flat[0])
-    _save(figure, folder / "curves")
+    drawing.add_legend(figure, np.atleast_1d(axes).flat[0])
+    drawing.save(figure, folder / "curves")
 
 
 def _draw_sweep(table: pd.DataFrame, name: str, folder: Path) -> None:
@@ -116,24 +99,11 @@ def _draw_sweep(table: pd.DataFrame, name: str, folder: Path) -> None:
         table["round"].iloc[0], "accuracy_best_on_test"
     )
     frame = table.rename(columns={f"{column}_mean": "accuracy", f"{column}_std": "std"}).sort_values("value")
-    figure, axes = _figure((6, 3.6))
-    _lines(axes, frame, "value", _looks(table["method"].unique()))
+    figure, axes = drawing.new_figure((6, 3.6))
+    _lines(axes, frame, "value", drawing.looks(table["method"].unique()))
     axes.set(xlabel=name, ylabel="accuracy on test samples (%)")
-    _legend(figure, axes)
-    _save(figure, folder / "sweep")
-
-
-def _looks(methods: Iterable[str]) -> dict[str, Any]:
-    others = [method for method in methods if method != "standalone"]
-    looks = [{**style, "color": colour, "markersize": 4} for style in STYLES for colour in COLOURS]
-    return {**dict(zip(others, cycle(looks), strict=False)), "standalone": ALONE}
-
-
-def _figure(inches: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # used without pyplot, it needs no screen
-
-    figure = Figure(figsize=inches, dpi=100, layout="constrained")
-    return figure, figure.subplots(rows, columns)
+    drawing.add_legend(figure, axes)
+    drawing.save(figure, folder / "sweep")
 
 
 def _lines(axes: Any, frame: pd.DataFrame, x: str, looks: Mapping[str, Any]) -> None:
@@ -142,15 +112,3 @@ def _lines(axes: Any, frame: pd.DataFrame, x: str, looks: Mapping[str, Any]) -> 
         axes.plot(own[x], middle, label=method, linewidth=1.6, markevery=max(1, len(own) // 8), **look)
         axes.fill_between(own[x], middle - around, middle + around, color=look["color"], alpha=0.1, linewidth=0)
     axes.grid(alpha=0.3)
-
-
-def _legend(figure: Any, axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, handlelength=3)
-
-
-def _save(figure: Any, stem: Path) -> None:
-    for kind in KINDS:
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=kind)
-        disk.write(stem.with_name(f"{stem.name}.{kind}"), drawn.getvalue())

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from polyfed.comparison.statistics import FEWEST_SEEDS
 from polyfed.comparison.table import TARGETS, Question
-from polyfed.report.tables import quantity
+from polyfed.report.summary import quantity
 
 Row = Mapping[str, Any]
 Show = Callable[[Row], str]

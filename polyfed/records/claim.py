@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from yaml import YAMLError
 
 from polyfed.addresses import names_code
-from polyfed.errors import InputError
+from polyfed.errors import FolderError
 from polyfed.records import disk
 from polyfed.yaml_text import parse_yaml
 
@@ -60,7 +61,7 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"can't write to '{path}': {reason}; choose another folder (--out).") from error
+        raise FolderError(f"can't write to '{path}': {reason}; choose another folder (--out).") from error
 
 
 @contextmanager
@@ -73,17 +74,42 @@ def locked(path: Path) -> Iterator[None]:
 
     folder = os.open(path, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another process is working on '{path}'; wait until it has ended, or stop it first."
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+        for moment in (0.02, 0.1, 0.0):  # `is_locked` of another process may hold it for an instant
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if not moment:
+                    raise FolderError(
+                        f"another process is working on '{path}'; wait until it has ended, or stop it first."
+                    ) from error
+                time.sleep(moment)
+            except OSError:
+                break  # a file system without locks
         yield
     finally:
         os.close(folder)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process works on this folder; None where that can't be known."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(folder)
+    return False
 
 
 def check_free(path: Path, begun: Collection[str]) -> None:
@@ -100,13 +126,15 @@ def check_free(path: Path, begun: Collection[str]) -> None:
         raise taken(path)
 
 
-def taken(path: Path) -> InputError:
+def taken(path: Path) -> FolderError:
     """The error for a folder that a run can't use."""
     if (path / "run.json").exists() or (path / "config.yaml").exists():
-        return InputError(
+        return FolderError(
             f"'{path}' already holds a run; continue it with `{resume_command(path)}`, or choose another folder "
             "(--out)."
         )
     if path.is_dir():
-        return InputError(f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out).")
-    return InputError(f"'{path}' is a file: choose a new or empty folder (--out).")
+        return FolderError(
+            f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out)."
+        )
+    return FolderError(f"'{path}' is a file: choose a new or empty folder (--out).")

@@ -11,7 +11,7 @@ from polyfed.ranges import typed
 from polyfed.records.claim import resume_command
 from polyfed.report import html
 from polyfed.report.data import Material, Run
-from polyfed.report.tables import quantity
+from polyfed.report.summary import quantity
 
 METADATA = "metadata."
 

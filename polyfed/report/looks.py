@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from polyfed.comparison.pictures import COLOURS
 from polyfed.errors import InputError
+from polyfed.report.drawing import COLOURS
 
 INK = "currentColor"
 """On a page, the colour of the text around a figure, in light and in dark; black in a paper."""

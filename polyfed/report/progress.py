@@ -1,4 +1,4 @@
-"""The display of a run's progress: a bar on a terminal, a line in a notebook, plain lines elsewhere."""
+"""The display of a run's progress: a bar on a terminal and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,9 @@ from polyfed.config import Experiment
 from polyfed.data.reading import listening
 from polyfed.errors import InputError
 from polyfed.server.federation import Watcher
+
+MOMENT = 0.2
+"""Seconds between two drawings of a notebook's bar."""
 
 
 def plain_console(*, stderr: bool = False) -> Console:
@@ -103,7 +107,11 @@ class LineProgress(QuietProgress):
 
 
 class NotebookProgress(LineProgress):
-    """One line that is replaced by the next, under a notebook's cell; notes stay."""
+    """A bar with one line below it under a notebook's cell, which change in their place; notes stay."""
+
+    _per_round = 1
+    _done = 0.0
+    _drawn = 0.0
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -111,15 +119,34 @@ class NotebookProgress(LineProgress):
 
         self._display = display
         self._handle: Any = None
+        self._line = ""
+
+    def on_start(self, config: Experiment, first_round: int) -> None:
+        super().on_start(config, first_round)
+        self._per_round, self._done = config.participants, float(first_round - 1)
+        self.show(f"round {first_round}/{config.rounds}")
+
+    def on_client(self, round: int, client: int) -> None:
+        self._done += 1 / self._per_round
+        if time.perf_counter() - self._drawn > MOMENT:  # a notebook that redraws for each of many clients is slow
+            self.show(self._line)
+
+    def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+        self._done = float(round)
+        super().on_round(round, row)
 
     def on_note(self, note: str) -> None:
         self._display({"text/plain": f"note: {note}"}, raw=True)
 
     def show(self, line: str) -> None:
+        self._line, self._drawn = line, time.perf_counter()
+        # The element needs no script and no widget, so a saved notebook shows it too.
+        bar = f'<progress value="{self._done:.2f}" max="{self._rounds}" style="width: 60%"></progress>'
+        content = {"text/plain": line, "text/html": f"{bar if self._rounds else ''}<div>{escape(line)}</div>"}
         if self._handle is None:
-            self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
+            self._handle = self._display(content, raw=True, display_id=True)
         else:
-            self._handle.update({"text/plain": line}, raw=True)
+            self._handle.update(content, raw=True)
 
 
 class BarProgress(QuietProgress):

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from polyfed.report.tables import _table as plain_table
-from polyfed.report.tables import quantity
+from polyfed.report.summary import quantity
+from polyfed.report.tables import plain_table
 from polyfed.reproduce.recipes import Recipe, recipes
 from polyfed.reproduce.run import Reproduction
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from rich.table import Table
 
 from polyfed.bench import Measurement
+from polyfed.config import GROUPS as SETTING_GROUPS
+from polyfed.config import Experiment
 from polyfed.data import SOURCES
 from polyfed.methods import METHODS
+from polyfed.methods.base import Method
 from polyfed.models import GROUP_TITLES, GROUPS, NETWORKS
+from polyfed.normal_form import PRESET_TITLES, PRESETS, SHORTCUTS
 from polyfed.ranges import describe_range, typed
+from polyfed.report.summary import quantity, summary_rows
 from polyfed.server.scores import percent
 from polyfed.tuning.records import Trial, Tuned
 
@@ -21,25 +27,49 @@ _NEEDS = {"features": "same number of features", "head": "same head", "network":
 
 def methods() -> list[dict[str, Any]]:
     """Every method with its paper, what it sends, what clients must have in common, and its options."""
+    return [about_method(method) for method in METHODS.values()]
+
+
+def about_method(method: type[Method]) -> dict[str, Any]:
+    """One method, likewise."""
+    return {
+        "name": method.name,
+        "title": method.title,
+        "paper": method.paper,
+        "sends": method.sends,
+        "reveals": method.reveals,
+        "requires": list(method.requires),
+        "options": fields(method.Config),
+    }
+
+
+def settings() -> list[dict[str, Any]]:
+    """Every setting of an experiment; those in groups by their full names."""
+    found = []
+    for setting in fields(Experiment):
+        group = SETTING_GROUPS.get(setting["name"])
+        inner = [] if group is None else fields(group)
+        found += [{**one, "name": f"{setting['name']}.{one['name']}"} for one in inner] or [setting]
+    titles = "; ".join(f"{name}: {title}" for name, title in PRESET_TITLES.items())
+    preset = {
+        "name": "preset",
+        "default": None,
+        "range": f"one of {', '.join(PRESETS)}",
+        "description": f"values for training by one name; {titles}",
+    }
+    return [*found, preset]
+
+
+def fields(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """The settings of a group, each with its default, its range and its meaning."""
     return [
         {
-            "name": method.name,
-            "title": method.title,
-            "paper": method.paper,
-            "sends": method.sends,
-            "reveals": method.reveals,
-            "requires": list(method.requires),
-            "options": [
-                {
-                    "name": name,
-                    "default": None if info.default is PydanticUndefined else info.default,
-                    "range": describe_range(method.Config, name),
-                    "description": info.description or "",
-                }
-                for name, info in method.Config.model_fields.items()
-            ],
+            "name": name,
+            "default": None if info.default is PydanticUndefined else info.default,
+            "range": describe_range(model, name),
+            "description": info.description or "",
         }
-        for method in METHODS.values()
+        for name, info in model.model_fields.items()
     ]
 
 
@@ -68,28 +98,60 @@ def datasets() -> list[dict[str, Any]]:
 
 
 def methods_table() -> Table:
-    """The methods for people."""
-    rows = [[m["name"], f"{m['title']}, {m['paper']}", m["sends"], _needs(m["requires"])] for m in methods()]
-    return _table(["name", "method and paper", "what clients send", "must be the same"], rows)
+    """The methods for people, each in a line."""
+    table = plain_table(["name", "what clients send"], [[m["name"], m["sends"]] for m in methods()])
+    return _captioned(
+        table, "`polyfed methods NAME` shows a method's paper, its options and what clients must have in common."
+    )
 
 
-def method_options_table() -> Table:
-    """The methods' options for people."""
-    rows = []
-    for method in methods():
-        rows += [[method["name"], "", ""]] if method["options"] else []
-        rows += [
-            [f"  {o['name']}", typed(o["default"]), f"{o['description']} ({o['range']})"] for o in method["options"]
-        ]
-    table = _table(["option", "default", "meaning (range)"], rows)
-    table.caption, table.caption_justify = "Set an option with --set method.NAME=VALUE.", "left"
-    return table
+def method_table(method: Mapping[str, Any]) -> Table:
+    """One method for people, without its options."""
+    rows = [
+        ["paper", method["paper"]],
+        ["clients send", method["sends"]],
+        *([["which reveals", method["reveals"]]] if method["reveals"] else []),
+        ["clients need", _needs(method["requires"])],
+    ]
+    if method["name"] in METHODS.own:
+        rows.append(["explained in", f"docs/methods/{method['name']}.md"])
+    return plain_table([method["name"], method["title"]], rows)
+
+
+def options_table(method: Mapping[str, Any]) -> Table:
+    """A method's options for people."""
+    if not method["options"]:
+        return plain_table(["It has no options."], [])
+    table = plain_table(["option", "default", "meaning (range)"], _setting_rows(method["options"]))
+    return _captioned(table, "Set an option with --set method.NAME=VALUE.")
+
+
+def settings_table() -> Table:
+    """The settings of an experiment for people."""
+    table = plain_table(["setting", "default", "meaning (range)"], _setting_rows(settings()))
+    words = ", ".join(SHORTCUTS)
+    return _captioned(
+        table,
+        f"In a file as NAME: VALUE, on the command line with --set NAME=VALUE. {words} may do without 'training.'. "
+        "`polyfed methods NAME` lists a method's options. `polyfed init FILE.yaml` writes a file to start from.",
+    )
+
+
+def _setting_rows(listed: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    # An experiment has no default for the method.
+    return [[one["name"], "–" if one["name"] == "method" else typed(one["default"]), described(one)] for one in listed]
+
+
+def described(setting: Mapping[str, Any]) -> str:
+    """What a setting means, and its range where that says more than that it is text."""
+    words, values = setting["description"] or setting["name"], setting["range"]
+    return words if values in ("", "text") else f"{words} ({values})"
 
 
 def networks_table() -> Table:
     """The networks and groups for people."""
     rows = [[n["name"], n["kind"], n["description"] + _members(n.get("members"))] for n in networks()]
-    return _table(["name", "kind", "description"], rows)
+    return plain_table(["name", "kind", "description"], rows)
 
 
 def datasets_table() -> Table:
@@ -104,43 +166,15 @@ def datasets_table() -> Table:
         ]
         for d in datasets()
     ]
-    return _table(["name", "title", "classes", "image", "where it comes from"], rows)
+    return plain_table(["name", "title", "classes", "image", "where it comes from"], rows)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """A run's result: accuracy, communication, computation, time."""
-    rows = [
-        ["accuracy, final", percent(summary["accuracy_final"]), f"round {summary['rounds']}"],
-        [
-            "accuracy at the round best on validation",
-            percent(summary["accuracy_at_best_validation"]),
-            f"round {summary['best_validation_round']}"
-            if summary["best_validation_round"]
-            else "no validation samples",
-        ],
-        ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
-        *_test_set(summary.get("test_set", "none")),
-        ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
-        [
-            "communication, down",
-            quantity(summary["download_floats"]),
-            f"floats, {quantity(summary['download_bytes'])}B",
-        ],
-        ["computation of the clients", quantity(summary["flops"]), "FLOPs"],
-        ["time for training and server", f"{summary['seconds']:.1f}", "seconds"],
-    ]
-    if "simulated_seconds" in summary:
-        rows.append(["simulated time of all rounds", f"{summary['simulated_seconds']:.1f}", "seconds"])
-    table = _table([summary["method"], "", ""], rows)
+    table = plain_table([summary["method"], "", ""], summary_rows(summary))
     table.columns[0].no_wrap = False
     table.columns[1].justify = "right"
     return table
-
-
-def _test_set(choice: str) -> list[list[str]]:
-    """A row on the test set that came with the data, if there is one."""
-    words = {"apart": "for testing only", "pooled": "with training samples"}
-    return [["test set of the data", choice, words[choice]]] if choice in words else []
 
 
 def measurement_line(result: Measurement) -> str:
@@ -165,48 +199,41 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
         for r in results
     ]
     columns = ["s/round", "steps/s", "outside", "warm-up", "memory", "plain s", "faster"]
-    table = _table(["case (engine)", *columns], rows)
+    table = plain_table(["case (engine)", *columns], rows)
     table.columns[0].no_wrap = False
     for column in table.columns[1:]:
         column.no_wrap, column.justify = True, "right"
-    table.caption = (
+    return _captioned(
+        table,
         f"{machine}. A step is one batch of one client; outside: the share of a round that is not training; "
         "warm-up: by how many seconds the first rounds took longer; plain: the eager loop doing the same steps; "
-        "faster: how many times."
+        "faster: how many times.",
     )
-    table.caption_justify = "left"
-    return table
 
 
 def trial_line(trial: Trial) -> str:
     """One trial of a search in a line, as it comes."""
-    settings = "  ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in trial.settings.items()
-    )
+    settings = "  ".join(_assigned(trial))
     outcome = f"validation {percent(trial.value)}" if trial.state != "failed" else f"failed: {trial.reason}"
     return f"{trial.method} {trial.number + 1}  {outcome}{' (pruned)' * (trial.state == 'pruned')}  {settings}"
+
+
+def _assigned(trial: Trial) -> list[str]:
+    """Its settings, rounded so that a line has room for them; files have all digits."""
+    return [
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in trial.settings.items()
+    ]
 
 
 def tuned_table(found: Sequence[Tuned]) -> Table:
     """What a search found for each method."""
     rows = [
         [each.method, percent(each.best.value), str(each.best.number + 1), str(each.trials),
-         ", ".join(f"{name}={value}" for name, value in each.best.settings.items())]
+         ", ".join(_assigned(each.best))]
         for each in found
     ]  # fmt: skip
-    return _table(["method", "validation", "best trial", "trials", "settings"], rows)
-
-
-def quantity(number: float) -> str:
-    """
-    >>> quantity(2_621_558), quantity(886)
-    ('2.62 M', '886 ')
-    """
-    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.2f} {unit}"
-    return f"{number:.0f} "
+    return plain_table(["method", "validation", "best trial", "trials", "settings"], rows)
 
 
 def _needs(requires: Sequence[str]) -> str:
@@ -217,7 +244,12 @@ def _members(members: Sequence[str] | None) -> str:
     return f" ({', '.join(members)})" if members else ""
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _captioned(table: Table, words: str) -> Table:
+    table.caption, table.caption_justify = words, "left"
+    return table
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table without lines, so that cells can be copied; names, which come first, stay in one piece."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):

@@ -122,7 +122,7 @@ class Feed:
         self._done = 0
         self._busy, self._hurry, self._closing, self._over = True, False, False, False
         try:
-            threading.Thread(target=self._work, args=(about,), name=f"polyfed-{name}", daemon=True).start()
+            threading.Thread(target=self._work, args=(about,), name=f"polyfed-tracker-{name}", daemon=True).start()
         except RuntimeError as error:  # the machine has no more threads
             self.failure, self._over = reason(name, error), True
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,6 +15,7 @@ import yaml
 
 from polyfed.errors import InputError
 from polyfed.records import disk
+from polyfed.records.claim import locked, writable
 from polyfed.records.rows import as_csv
 from polyfed.yaml_text import parse_yaml
 
@@ -57,25 +59,20 @@ class TuneFolder:
         self.trials: list[Trial] = []
 
     @staticmethod
-    def claim(path: Path, plan: Mapping[str, Any]) -> TuneFolder:
-        """The folder for this search: a new one, or that of the same search with other methods or fewer trials."""
-        file = path / "tune.yaml"
-        if file.exists():
-            found = _read_plan(file)
-            for name in {**found, **plan}:
-                if found.get(name) != plan.get(name):
-                    raise InputError(
-                        f"'{path}' holds a search with {name} {found.get(name)!r}, not {plan.get(name)!r}: choose "
-                        "another folder with --out, or the same settings."
-                    )
-        elif path.exists() and any(path.iterdir()):
-            raise InputError(f"'{path}' is not empty and holds no search: choose another folder with --out.")
-        else:
-            path.mkdir(parents=True, exist_ok=True)
-            disk.write(file, yaml.safe_dump(dict(plan), sort_keys=False))
-        folder = TuneFolder(path)
-        folder.trials = folder._read_trials()
-        return folder
+    @contextmanager
+    def claimed(path: Path, plan: Mapping[str, Any]) -> Iterator[TuneFolder]:
+        """The folder for this search: a new one, or that of the same search with other methods or fewer trials.
+
+        Inside, no other process searches in it.
+        """
+        with ExitStack() as held:
+            with writable(path):
+                disk.make_folder(path)
+                held.enter_context(locked(path))
+                _settle(path, plan)
+            folder = TuneFolder(path)
+            folder.trials = folder._read_trials()
+            yield folder
 
     def of(self, method: str) -> list[Trial]:
         """A method's trials in their order."""
@@ -100,12 +97,9 @@ class TuneFolder:
         return file
 
     def _trial_rows(self) -> Iterable[Sequence[Any]]:
-        best: dict[str, float] = {}
-        for trial in self.trials:
-            if trial.state == "finished":
-                best[trial.method] = max(trial.value, best.get(trial.method, -math.inf))
+        for trial, best in zip(self.trials, best_so_far(self.trials), strict=True):
             yield (
-                trial.method, trial.number, trial.state, trial.value, best.get(trial.method, math.nan),
+                trial.method, trial.number, trial.state, trial.value, math.nan if best is None else best,
                 round(trial.seconds, 2), json.dumps(trial.settings), trial.reason,
             )  # fmt: skip
 
@@ -122,23 +116,48 @@ class TuneFolder:
             for row in self._rows("curves.csv"):
                 curve = curves.setdefault((row["method"], int(row["trial"])), {})
                 curve[int(row["round"])] = float(row["validation_accuracy"])
-            return [
+            trials = [
                 Trial(
-                    row["method"], int(row["trial"]), json.loads(row["settings"]), _state(row["state"]),
+                    row["method"], int(row["trial"]), _settings(row["settings"]), _state(row["state"]),
                     float(row["validation_accuracy"]), float(row["seconds"]), row["reason"],
                     curves.get((row["method"], int(row["trial"])), {}),
                 )
                 for row in self._rows("trials.csv")
             ]  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"the trials in '{self.path}' can't be read ({' '.join(str(error).split())}): restore trials.csv and "
-                "curves.csv, or choose another folder with --out."
-            ) from error
+            for method in {trial.method for trial in trials}:
+                numbers = [trial.number for trial in trials if trial.method == method]
+                if numbers != list(range(len(numbers))):
+                    raise ValueError(f"trials of {method} are missing or not in order")
+        except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+            raise self.unreadable(error) from error
+        return trials
+
+    def unreadable(self, error: Exception | str) -> InputError:
+        """The error for trials that can't be those of this search."""
+        return InputError(
+            f"the trials in '{self.path}' can't be read ({' '.join(str(error).split())}): restore trials.csv and "
+            "curves.csv, or choose another folder with --out."
+        )
 
     def _rows(self, name: str) -> list[dict[str, str]]:
         with (self.path / name).open(newline="") as file:
             return list(csv.DictReader(file))
+
+
+def best_so_far(trials: Iterable[Trial]) -> Iterator[float | None]:
+    """After each trial the best value that its method has had; none before the first finished one."""
+    best: dict[str, float] = {}
+    for trial in trials:
+        if trial.state == "finished":
+            best[trial.method] = max(trial.value, best.get(trial.method, -math.inf))
+        yield best.get(trial.method)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    settings = json.loads(text)
+    if not isinstance(settings, dict):
+        raise ValueError(f"'{text}' is not what a trial has set")
+    return settings
 
 
 def _state(text: str) -> State:
@@ -146,6 +165,23 @@ def _state(text: str) -> State:
         if text == state:
             return state  # type: ignore[no-any-return]
     raise ValueError(f"unknown state '{text}'")
+
+
+def _settle(path: Path, plan: Mapping[str, Any]) -> None:
+    """Make the folder this search's; raises if it is another's."""
+    file = path / "tune.yaml"
+    if not file.exists():
+        if any(path.iterdir()):
+            raise InputError(f"'{path}' is not empty and holds no search: choose another folder with --out.")
+        disk.write(file, yaml.safe_dump(dict(plan), sort_keys=False))
+        return
+    found = _read_plan(file)
+    for name in {**found, **plan}:
+        if found.get(name) != plan.get(name):
+            raise InputError(
+                f"'{path}' holds a search with {name} {found.get(name)!r}, not {plan.get(name)!r}: choose another "
+                "folder with --out, or the same settings."
+            )
 
 
 def _read_plan(file: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from polyfed.config import GROUPS, Experiment, merged
 from polyfed.config import experiment as checked
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import find_method
+from polyfed.normal_form import normal_form
 from polyfed.seeds import numpy_generator
-from polyfed.yaml_text import parse_yaml
+from polyfed.yaml_text import parse_value, parse_values
 
 Sampler: TypeAlias = Literal["tpe", "grid"]
 COMMON: dict[str, tuple[Any, ...]] = {
@@ -54,8 +55,12 @@ Domain: TypeAlias = Choices | Range
 Space: TypeAlias = dict[str, Domain]
 
 
-def search_space(method: str, given: Mapping[str, Domain], sampler: Sampler) -> Space:
+def search_space(
+    method: str, given: Mapping[str, Domain], sampler: Sampler, settings: Mapping[str, Any] | None = None
+) -> Space:
     """The settings to search for a method: those given that it has, or else the common ones and its own grid.
+
+    What the user has set is not searched.
 
     TPE treats three or more increasing numbers of a grid as the range that they span.
     """
@@ -67,7 +72,20 @@ def search_space(method: str, given: Mapping[str, Domain], sampler: Sampler) -> 
             if not name.startswith("method.") or name.removeprefix("method.") in own.Config.model_fields
         }
     values = {**COMMON, **{f"method.{name}": grid for name, grid in own.grid.items()}}
-    return {name: _domain(grid, sampler) for name, grid in values.items()}
+    fixed = set_by_user(settings or {})
+    return {name: _domain(grid, sampler) for name, grid in values.items() if name not in fixed}
+
+
+def set_by_user(settings: Mapping[str, Any]) -> set[str]:
+    """The names of all settings that have a value, in full.
+
+    >>> sorted(set_by_user({"lr": 0.1, "method": {"weight": 1}, "clients": 5}))
+    ['clients', 'method.weight', 'training.lr']
+    """
+    found: set[str] = set()
+    for name, value in normal_form(settings).items():
+        found |= {f"{name}.{inner}" for inner in value} if isinstance(value, Mapping) else {name}
+    return found
 
 
 def _domain(values: Sequence[Any], sampler: Sampler) -> Domain:
@@ -101,14 +119,14 @@ def parse_search(texts: Iterable[str], sampler: Sampler) -> Space:
 
 
 def _parse_choices(name: str, text: str) -> Choices:
-    values = tuple(parse_yaml(part) for part in text.split(","))
+    values = tuple(parse_values(text))
     if len(set(map(repr, values))) != len(values):
         raise InputError(f"--search {name}={text} lists a value twice: keep one of them.")
     return Choices(values)
 
 
 def _parse_range(name: str, text: str) -> Range:
-    ends = [parse_yaml(part) for part in text.split("..")]
+    ends = [parse_value(part) for part in text.split("..")]
     if len(ends) != 2 or not all(isinstance(e, int | float) and not isinstance(e, bool) for e in ends):
         raise InputError(f"--search {name}={text} is not a range: write LOW..HIGH, such as 0.001..0.1.")
     low, high = ends
@@ -129,8 +147,10 @@ def check_space(methods: Sequence[str], given: Mapping[str, Domain], settings: M
             raise unknown_name("setting", name, sorted(f"{group}.{each}" if group else each for each in known))
         if name in FIXED:
             raise InputError(f"{name} can't be searched: {FIXED[name]}")
+        if name in set_by_user(settings):
+            raise InputError(f"{name} is both set and searched: keep one of them.")
     for method in methods:
-        for name, domain in search_space(method, given, "tpe").items():
+        for name, domain in search_space(method, given, "tpe", settings).items():
             for value in domain.values if isinstance(domain, Choices) else (domain.low, domain.high):
                 applied(of_method(method, settings), {name: value})
 

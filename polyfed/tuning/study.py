@@ -18,11 +18,13 @@ from polyfed import api
 from polyfed.comparison.plan import nested
 from polyfed.config import experiment as checked
 from polyfed.config import merged
-from polyfed.errors import DivergedError, InputError, RunError
+from polyfed.data.splits import parse_split
+from polyfed.errors import DivergedError, FolderError, InputError, RunError
 from polyfed.methods import find_method
 from polyfed.records import RunFolder
 from polyfed.seeds import derive
 from polyfed.server.federation import Interrupted, Watcher
+from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import Trial, Tuned, TuneFolder
 from polyfed.tuning.space import (
     Choices,
@@ -79,25 +81,56 @@ def tune(
         "seeds": list(seeds), "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
         "prune": prune,
     }  # fmt: skip
-    folder = TuneFolder.claim(Path(out), plan)
-    found = []
-    for method in methods:
-        space = search_space(method, given, sampler)
-        study = _Study(folder, method, space, sampler, seeds, settings, prune, keep_runs, watcher or Watcher())
-        count = min(trials, study.most)
-        if count < trials:
-            note(f"{method}: the grid has {study.most} combinations, so {count} trials are all there are.")
-        for trial in study.run(count):
-            tell(trial)
-        best = folder.best(method)
-        if best is None:
-            reason = next((trial.reason for trial in folder.of(method) if trial.reason), "all were pruned")
-            raise RunError(f"no trial of {method} finished ({reason}).")
-        content = _best_settings(best, settings, seeds, len(folder.of(method)))
-        found.append(Tuned(method, best, len(folder.of(method)), folder.write_best(f"best-{method}.yaml", content)))
-    contents = {each.method: _best_settings(each.best, settings, seeds, each.trials) for each in found}
-    folder.write_best("best.yaml", contents[methods[0]] if len(methods) == 1 else {"methods": contents})
+    with TuneFolder.claimed(Path(out), plan) as folder:
+        spaces = {method: search_space(method, given, sampler, settings) for method in methods}
+        studies = [
+            _Study(folder, method, space, sampler, seeds, settings, prune, keep_runs, watcher or Watcher())
+            for method, space in spaces.items()
+        ]
+        _check_equal(folder, methods, trials)
+        try:
+            found = [_finish(study, trials, settings, tell, note) for study in studies]
+            contents = {each.method: _best_settings(each.best, settings, seeds, each.trials) for each in found}
+            folder.write_best("best.yaml", contents[methods[0]] if len(methods) == 1 else {"methods": contents})
+            draw_search([trial for trial in folder.trials if trial.method in methods], folder.path)
+        except Interrupted as error:  # which names the run in progress, of which the user knows nothing
+            raise Interrupted(f"stopped; the same command continues the search in '{folder.path}'.") from error
+        except OSError as error:
+            raise RunError(
+                f"the search can't continue: {error.strerror or error}; when that is fixed, the same command continues."
+            ) from error
     return found
+
+
+def _check_equal(folder: TuneFolder, methods: Sequence[str], trials: int) -> None:
+    """Raise if a method has had more trials than the others would get."""
+    for method in methods:
+        if (had := len(folder.of(method))) > trials:
+            raise InputError(
+                f"'{folder.path}' has {had} trials of {method} already, and every method must have as many: ask for "
+                f"--trials {had} or more, or choose another folder with --out."
+            )
+
+
+def _finish(
+    study: _Study,
+    trials: int,
+    settings: Mapping[str, Any],
+    tell: Callable[[Trial], None],
+    note: Callable[[str], None],
+) -> Tuned:
+    """Run the trials of one method that are left, and write its best settings."""
+    folder, method, count = study.folder, study.method, min(trials, study.most)
+    if count < trials:
+        note(f"{method}: the grid has {study.most} combinations, so {count} trials are all there are.")
+    for trial in study.run(count):
+        tell(trial)
+    best = folder.best(method)
+    if best is None:
+        reason = next((trial.reason for trial in folder.of(method) if trial.reason), "all were pruned")
+        raise RunError(f"no trial of {method} finished ({reason}).")
+    content = _best_settings(best, settings, study.seeds, len(folder.of(method)))
+    return Tuned(method, best, len(folder.of(method)), folder.write_best(f"best-{method}.yaml", content))
 
 
 class _Study:
@@ -121,7 +154,12 @@ class _Study:
         self.prune = prune
         self.study = _new_study()
         for trial in folder.of(method):
-            self._told(trial)
+            if set(trial.settings) != set(space):
+                raise folder.unreadable(f"trial {trial.number + 1} of {method} has other settings than are searched")
+            try:
+                self._told(trial)
+            except (ValueError, TypeError) as error:  # Optuna's complaints
+                raise folder.unreadable(error) from error
 
     @property
     def most(self) -> int | float:
@@ -158,7 +196,11 @@ class _Study:
                     break
             trial = replace(trial, value=sum(scores) / len(scores), curve=curve)
         except (DivergedError, InputError) as error:
-            # Settings that can't be trained are part of a search; anything else (a full disk, a stop) ends it.
+            # Settings that can't be trained are part of a search; anything else (a full disk, a stop) ends it. So does
+            # wrong input as long as nothing shows that any trial could finish: it may be wrong for all of them.
+            of_input = isinstance(error, InputError) and self.folder.best(self.method) is None
+            if of_input or isinstance(error, FolderError):
+                raise
             trial = replace(trial, state="failed", reason=str(error))
         return replace(trial, seconds=time.perf_counter() - begin)
 
@@ -166,7 +208,7 @@ class _Study:
         """Validation accuracy by round of one run, which continues if it was interrupted."""
         path = self.folder.path / "runs" / _run_name(self.method, number, config.seed)
         try:
-            if (path / "run.json").exists():
+            if (path / "config.yaml").exists():  # written last: a run without it has not begun
                 api.resume(path, watcher=watcher, trust=True)
             else:
                 path.parent.mkdir(exist_ok=True)
@@ -305,6 +347,12 @@ def _check(
         raise InputError("name the seeds of the search, each once.")
     for method in methods:
         find_method(method)
+    split = str(checked(**{**settings, "method": "standalone"}).split)
+    if parse_split(split).validation == 0:
+        raise InputError(
+            f"split is {split}, so there are no validation samples and nothing to choose by: use a split with a "
+            "validation part, such as 8:1:1."
+        )
     check_space(methods, given, settings)
 
 

@@ -142,7 +142,7 @@ def test_a_sweep_draws_curves_and_a_table_for_every_point(shell: Shell, tmp_path
 
 
 def test_without_matplotlib_there_is_a_note(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyfed.comparison.pictures.missing", lambda: True)
+    monkeypatch.setattr("polyfed.report.drawing.missing", lambda: True)
     options = [word for word in QUICK if word != "-q"]
     ended = shell("compare", "standalone", *options, "--seeds", "0", "--out", "here")
     assert ended.status == 0 and "Pictures need matplotlib: pip install 'polyfed[pictures]'." in ended.output

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 
 import polyfed
+from polyfed.config import experiment
+from polyfed.records.origin import settings_by_name
 from polyfed.report import tables
+
+ROOT = Path(polyfed.__file__).parent.parent
 
 SUMMARY: dict[str, Any] = {
     "method": "fedproto", "rounds": 20, "accuracy_final": 0.98765, "accuracy_at_best_validation": 0.9,
@@ -52,14 +55,29 @@ def test_every_method_network_and_dataset_has_its_row() -> None:
         (tables.datasets_table(), tables.datasets()),
     ):
         assert [row[0] for row in rows(table)] == [value["name"] for value in values]
-    options = [option["name"] for method in tables.methods() for option in method["options"]]
-    text = io.StringIO()
-    Console(file=text, width=200, markup=False).print(tables.method_options_table())
-    assert options and set(options) <= set(text.getvalue().split())
+    for method in tables.methods():
+        if method["options"]:
+            assert [row[0] for row in rows(tables.options_table(method))] == [o["name"] for o in method["options"]]
+
+
+def test_one_method_has_its_paper_its_needs_its_page_and_options_with_ranges() -> None:
+    method = tables.about_method(polyfed.METHODS["fedproto"])
+    shown = dict(rows(tables.method_table(method)))
+    assert shown["paper"] == "Tan et al., AAAI 2022" and shown["clients need"] == "same number of features"
+    assert (ROOT / shown["explained in"]).is_file()
+    options = {row[0]: row[1:] for row in rows(tables.options_table(method))}
+    assert options["distance"][0] == "euclidean" and options["distance"][1].endswith("(one of euclidean, mse)")
+
+
+def test_every_setting_of_an_experiment_is_listed() -> None:
+    listed = {setting["name"]: setting for setting in tables.settings()}
+    wanted = {name for name in settings_by_name(experiment(method="standalone")) if not name.startswith("method.")}
+    assert set(listed) == wanted | {"method", "preset"}
+    assert listed["training.lr"]["default"] == 0.05 and listed["training.lr"]["range"] == "a number greater than 0"
 
 
 def test_values_for_programs_are_plain() -> None:
-    for values in (tables.methods(), tables.networks(), tables.datasets()):
+    for values in (tables.methods(), tables.networks(), tables.datasets(), tables.settings()):
         assert json.loads(json.dumps(values)) == values
     (fedproto,) = (method for method in tables.methods() if method["name"] == "fedproto")
     assert fedproto["requires"] == ["features"] and {"name", "default", "range", "description"} == set(

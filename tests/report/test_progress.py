@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,15 +52,20 @@ def test_a_watcher_is_told_instead_of_a_bar() -> None:
         pass
 
 
-def test_a_notebook_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[str, str]] = []
+Shown = list[tuple[str, dict[str, str]]]
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """A notebook's kernel, and what it was given to display or to put in the place of an earlier display."""
+    shown: Shown = []
 
     class Handle:
         def update(self, content: dict[str, str], raw: bool) -> None:
-            shown.append(("updated", content["text/plain"]))
+            shown.append(("updated", content))
 
     def display(content: dict[str, str], raw: bool, display_id: bool = False) -> Handle:
-        shown.append(("new", content["text/plain"]))
+        shown.append(("new", content))
         return Handle()
 
     kernel = type("ZMQInteractiveShell", (), {})()
@@ -68,14 +74,49 @@ def test_a_notebook_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
     modules["IPython.display"].display = display  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    return shown
+
+
+def test_a_notebook_has_one_bar_that_changes(notebook: Shown) -> None:
     with watched(None, None) as told:
         assert isinstance(told, NotebookProgress)
         told.on_start(experiment(method="standalone", rounds=2), 1)
         told.on_round(1, ROW)
         told.on_note("remarkable")
         told.on_round(2, ROW)
-    assert [kind for kind, _ in shown] == ["new", "new", "updated"]
-    assert shown[1][1] == "note: remarkable" and shown[2][1].startswith("round 2/2  accuracy 50.00 %")
+    assert [kind for kind, _ in notebook] == ["new", "updated", "new", "updated"]
+    assert [content["text/html"][:33] for kind, content in notebook if kind == "updated"] == [
+        '<progress value="1.00" max="2" st', '<progress value="2.00" max="2" st',
+    ]  # fmt: skip
+    assert notebook[2][1] == {"text/plain": "note: remarkable"}
+    assert notebook[3][1]["text/plain"].startswith("round 2/2  accuracy 50.00 %")
+
+
+def test_a_notebook_s_bar_moves_with_clients_but_not_with_every_one(
+    notebook: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four clients of a round that end at once are one drawing at most; after a moment the next is drawn."""
+    clock = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    with watched(None, None) as told:
+        told.on_start(experiment(method="standalone", clients=8, participation=0.5, rounds=2), 2)
+        for client in range(3):
+            told.on_client(2, client)
+        assert len(notebook) == 1
+        clock[0] += 1
+        told.on_client(2, 3)
+    assert [content["text/html"][:22] for _, content in notebook] == [
+        '<progress value="1.00"',
+        '<progress value="2.00"',
+    ]
+
+
+def test_a_result_is_a_small_table_in_which_nothing_is_interpreted(tmp_path: Path) -> None:
+    result = polyfed.run("standalone", data=support.tiny_dataset(), **SETTINGS, out=tmp_path / "<b>x&y")
+    html = result._repr_html_()
+    assert "&lt;b&gt;x&amp;y</caption>" in html and "<b>" not in html
+    assert f"<td>{100 * result.summary['accuracy_final']:.2f} %</td>" in html
+    assert html.count("<tr>") == html.count("</tr>") >= 7
 
 
 @pytest.mark.parametrize("kind", [LineProgress, BarProgress])

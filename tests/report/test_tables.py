@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
+import polyfed
 from polyfed.bench import CASES, Measurement
-from polyfed.report import tables
+from polyfed.report import reproductions, tables
+from polyfed.tuning.records import Trial, Tuned
 
 SUMMARY = {
     "method": "fedclassavg", "rounds": 100, "accuracy_final": 0.9, "accuracy_at_best_validation": None,
@@ -20,24 +23,38 @@ MEASURED = [
     Measurement(case.name, case.method, "vectorized", 12.3456, 123456, 0.123, 123.4, 99 * 10**9, 123.456, 12.3)
     for case in CASES
 ]
+METHODS = tables.methods()
+TUNED = Tuned(
+    "fedclassavg",
+    Trial("fedclassavg", 11, {"training.weight_decay": 0.000123456789, "method.temperature": 0.123456789}, "done", 0.9),
+    20,
+    Path("best-fedclassavg.yaml"),
+)
+
+
+def text_of(table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=80, markup=False, emoji=False).print(table)
+    return text.getvalue()
 
 
 @pytest.mark.parametrize(
     "table",
     [
         tables.methods_table(),
-        tables.method_options_table(),
+        *(tables.method_table(method) for method in METHODS),
+        *(tables.options_table(method) for method in METHODS),
+        tables.settings_table(),
         tables.networks_table(),
         tables.datasets_table(),
         tables.summary_table(SUMMARY),
         tables.measurements_table("some machine", MEASURED),
+        tables.tuned_table([TUNED]),
+        reproductions.recipes_table(),
     ],
-    ids=["methods", "options", "networks", "datasets", "summary", "bench"],
 )
 def test_words_stay_whole_at_80_columns(table: Table) -> None:
-    text = io.StringIO()
-    Console(file=text, width=80, markup=False, emoji=False).print(table)
-    shown = text.getvalue()
+    shown = text_of(table)
     assert max(len(line) for line in shown.splitlines()) <= 80
     cells = [str(cell) for column in table.columns for cell in column.cells]
     wanted = {word for cell in cells for word in cell.split()}
@@ -46,14 +63,25 @@ def test_words_stay_whole_at_80_columns(table: Table) -> None:
         assert str(name).split()[0] in shown
 
 
+def test_methods_are_listed_in_a_line_each() -> None:
+    lines = text_of(tables.methods_table()).splitlines()
+    assert [line.split()[0] for line in lines[1:17]] == list(polyfed.METHODS)
+    assert len(lines) <= 20
+
+
 def test_defaults_are_written_as_a_user_would_type_them() -> None:
-    defaults = {str(cell) for cell in tables.method_options_table().columns[1].cells}
+    listed = [tables.settings_table(), *(tables.options_table(method) for method in METHODS if method["options"])]
+    defaults = {str(cell) for table in listed for cell in table.columns[1].cells}
     assert {"none", "true", "false"} <= defaults and not {"None", "True", "False"} & defaults
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["run"], ["resume"], ["compare"], ["methods"], ["models"], ["datasets"], ["bench"]]
-)
+    "command",
+    [
+        [], ["run"], ["resume"], ["show"], ["list"], ["compare"], ["methods"], ["models"], ["datasets"], ["config"],
+        ["init"], ["bench"],
+    ],
+)  # fmt: skip
 def test_help_fits_80_columns(command: list[str]) -> None:
     from typer.testing import CliRunner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from polyfed import METHODS, RunFolder
 from polyfed.comparison.plan import plan
 from polyfed.config import read_experiment
 from polyfed.errors import InputError, RunError
+from polyfed.records import disk
+from polyfed.records.claim import locked
 from polyfed.server.federation import Interrupted, Watcher
 from polyfed.tuning import Choices, Range, parse_search, search_space, tune
+from polyfed.tuning.pictures import draw_search
+from polyfed.tuning.records import Trial
 from polyfed.tuning.space import check_space
 
 pytest.importorskip("optuna", reason="tuning needs the extra polyfed[tune]")
@@ -87,7 +92,7 @@ def test_a_search_that_was_stopped_ends_with_the_same_trials(tmp_path: Path) -> 
 
     search(tmp_path / "once")
     for runs in (3, 4):
-        with pytest.raises(Interrupted):
+        with pytest.raises(Interrupted, match="the same command continues the search in '.*stopped'"):
             search(tmp_path / "stopped", StopAfter(runs))
     search(tmp_path / "stopped")
     columns = ["trial", "state", "validation_accuracy", "settings"]
@@ -161,17 +166,116 @@ def test_what_can_not_be_searched_is_refused_before_anything_runs(
 
 
 def test_without_validation_samples_there_is_nothing_to_choose_by(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no validation samples"):
-        tune(["standalone"], out=tmp_path, trials=1, search=LR, seeds=[1], **{**SETTINGS, "split": "8:0:2"})
+    with pytest.raises(InputError, match="split is 8:0:2, .*no validation samples.*such as 8:1:1"):
+        tune(["standalone"], out=tmp_path / "new", trials=1, search=LR, seeds=[1], **{**SETTINGS, "split": "8:0:2"})
+    assert not (tmp_path / "new").exists()
+
+
+def test_input_that_is_wrong_for_all_trials_ends_the_search_and_leaves_no_trial(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown dataset 'digit'"):
+        tune(["standalone"], out=tmp_path, trials=3, search=LR, seeds=[1], **SETTINGS, data="digit")
+    assert not (tmp_path / "trials.csv").exists()
+
+
+def test_a_full_disk_ends_the_search_in_one_sentence_and_the_same_command_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a run that can't begin nor a trial that can't be recorded counts as a trial that failed."""
+    write = disk.write
+
+    def full(path: Path, content: bytes | str, **options: bool) -> None:
+        if path.match(broken):
+            raise OSError(28, "No space left on device")
+        write(path, content, **options)
+
+    monkeypatch.setattr(disk, "write", full)
+    broken = "trials.csv"
+    with pytest.raises(RunError, match=r"search can't continue: No space left.*same command continues"):
+        tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+    broken = "*trial1*/config.yaml"
+    with pytest.raises(InputError, match="can't write to '.*': No space left"):
+        tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+    broken = "nothing"
+    tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+    assert table(tmp_path).state.tolist() == ["finished", "finished"]
+
+
+def test_what_is_set_is_not_searched(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="training.lr is both set and searched: keep one of them"):
+        tune(["standalone"], out=tmp_path, trials=1, search=LR, seeds=[1], **SETTINGS, lr=0.2)
+    settings = {**SETTINGS, "training": {"epochs": 1}, "method": {"weight": 0.3}}
+    tune(["fedproto"], out=tmp_path, trials=1, seeds=[1], **settings)
+    (tried,) = table(tmp_path).settings
+    assert set(json.loads(tried)) == {"training.lr", "training.batch_size"}
+    best = read_experiment(tmp_path / "best.yaml")
+    assert (best.training.epochs, best.method["weight"]) == (1, 0.3)
+
+
+def test_no_method_gets_fewer_trials_than_another_has_had(tmp_path: Path) -> None:
+    tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+    with pytest.raises(InputError, match="has 2 trials of standalone already, .*--trials 2 or more"):
+        tune(["standalone", "fedproto"], out=tmp_path, trials=1, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+
+
+def test_only_one_process_searches_in_a_folder(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(InputError, match="another process is working on"):
+        tune(["standalone"], out=tmp_path, trials=1, search=LR, seeds=[1], **SETTINGS)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="can't write to '.*file'"):
+        tune(["standalone"], out=tmp_path / "file", trials=1, search=LR, seeds=[1], **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("0.05", "0.06"), ("training.lr", "training.ls"), (",0,", ",1,"), ("finished", "done"), ("{", "[{"), ("{", "7{")],
+)
+def test_damaged_trials_are_one_sentence_and_stay_as_they_are(tmp_path: Path, old: str, new: str) -> None:
+    search = {"training.lr": Choices((0.05,))}
+    tune(["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[1], **SETTINGS)
+    file = tmp_path / "trials.csv"
+    file.write_text(file.read_text().replace(old, new))
+    before = file.read_bytes()
+    with pytest.raises(InputError, match="the trials in '.*' can't be read .*restore trials.csv"):
+        tune(["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[1], **SETTINGS)
+    assert file.read_bytes() == before
+
+
+def test_a_picture_shows_the_best_value_over_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr("polyfed.report.drawing.save", lambda figure, stem: drawn.append((figure, stem)))
+    trials = [
+        Trial("fedproto", 0, {}, "failed"), Trial("fedproto", 1, {}, "finished", 0.5),
+        Trial("fedproto", 2, {}, "pruned", 0.9), Trial("fedproto", 3, {}, "finished", 0.4),
+        Trial("fedproto", 4, {}, "finished", 0.7),
+    ]  # fmt: skip
+    draw_search(trials, tmp_path)
+    ((figure, stem),) = drawn
+    line = figure.axes[0].get_lines()[0]
+    assert stem == tmp_path / "curve" and line.get_label() == "fedproto"
+    assert list(line.get_xdata()) == [2, 3, 4, 5] and list(line.get_ydata()) == [50, 50, 50, 70]
+    monkeypatch.undo()
+    tune(["standalone"], out=tmp_path / "new", trials=1, search=LR, seeds=[1], **SETTINGS)
+    assert all((tmp_path / f"new/curve.{kind}").stat().st_size > 1000 for kind in ("png", "pdf"))
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("lr", "NAME=VALUE"), ("lr=0.1..", "not a range"), ("lr=0.1..0.01", "smaller"), ("lr=1,1", "twice")],
+    [
+        ("lr", "NAME=VALUE"),
+        ("lr=0.1..", "not a range"),
+        ("lr=0.1..0.01", "smaller"),
+        ("lr=1,1", "twice"),
+    ],
 )
 def test_a_search_that_can_not_be_read_is_explained(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         parse_search([text], "tpe")
+
+
+def test_values_with_commas_are_a_list_and_what_is_no_yaml_is_a_text() -> None:
+    assert parse_search(["models=[cnn5, 'cnn1,cnn5']"], "grid") == {"models": Choices(("cnn5", "cnn1,cnn5"))}
+    assert parse_search(["models=[,cnn5"], "grid") == {"models": Choices(("[", "cnn5"))}
 
 
 def test_a_range_is_no_grid() -> None:
