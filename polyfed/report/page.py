@@ -58,6 +58,7 @@ def page(material: Material, parts: Sequence[Section]) -> str:
     import vl_convert
 
     title = f"polyfed report: {', '.join(material.names[:4])}{' and others' if len(material.names) > 4 else ''}"
+    count = "1 run" if len(material.runs) == 1 else f"{len(material.runs)} runs"
     links = "".join(f'<li><a href="#{_anchor(part.title)}">{escape(part.title)}</a></li>' for part in parts)
     body = "".join(_section(part, material) for part in parts)
     bundle = vl_convert.javascript_bundle().replace("</script", "<\\/script")
@@ -69,7 +70,7 @@ def page(material: Material, parts: Sequence[Section]) -> str:
         f'<title>{escape(title)}</title><link rel="icon" href="data:,">'
         f"<style>{(here / 'page.css').read_text()}</style></head><body>"
         f'<a class="skip" href="#main">Skip to the content</a><header><h1>{escape(title)}</h1>'
-        f"<p>{len(material.runs)} {'run' if len(material.runs) == 1 else 'runs'}, {date.today().isoformat()}, polyfed {polyfed.__version__}.</p>"
+        f"<p>{count}, {date.today().isoformat()}, polyfed {polyfed.__version__}.</p>"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
         '<noscript><p class="note">Figures need JavaScript; the tables below them hold their numbers.</p></noscript>'
         f'<main id="main">{_switches(material)}{body}</main>'
