@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from polyfed import api
-from polyfed.addresses import PYTHON, trusting
+from polyfed.addresses import PYTHON, names_code, trusting
 from polyfed.comparison.crew import Crew
 from polyfed.comparison.plan import Cell
 from polyfed.config import Experiment, read_yaml
 from polyfed.data import Dataset, load_dataset
-from polyfed.errors import InputError, PolyfedError, first_line
+from polyfed.errors import FolderError, InputError, PolyfedError, first_line
 from polyfed.methods import METHODS
 from polyfed.models import Models
 from polyfed.records import RunFolder
@@ -100,10 +100,12 @@ def is_finished(config: Experiment, path: Path) -> bool:
         return False
     found, wanted = read_yaml(path / "config.yaml"), config.model_dump(mode="json")
     for name, value in wanted.items():
-        if (name not in FREE or name == "rounds") and name in found and found[name] != value:
-            raise InputError(
-                f"'{path}' holds a run with {name} {shown(found[name])}, not {shown(value)}: move it away, or compare "
-                "in another folder (--out)."
+        # Settings that may change are no other run's, but code that only the file names must not be trusted.
+        binding = name not in FREE or name == "rounds" or names_code(found.get(name))
+        if binding and name in found and found[name] != value:
+            raise FolderError(
+                f"'{path}' holds a run with {name} {shown(found[name])}, not {shown(value)}: move it away, or use "
+                "another folder (--out)."
             )
     return RunFolder.open(path).finished
 

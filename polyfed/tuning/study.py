@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed import api
 from polyfed.comparison.plan import nested
+from polyfed.comparison.runner import finish
 from polyfed.config import experiment as checked
 from polyfed.config import merged
 from polyfed.data.splits import parse_split
@@ -89,7 +89,7 @@ def tune(
         ]
         _check_equal(folder, methods, trials)
         try:
-            found = [_finish(study, trials, settings, tell, note) for study in studies]
+            found = [_tuned(study, trials, settings, tell, note) for study in studies]
             contents = {each.method: _best_settings(each.best, settings, seeds, each.trials) for each in found}
             folder.write_best("best.yaml", contents[methods[0]] if len(methods) == 1 else {"methods": contents})
             draw_search([trial for trial in folder.trials if trial.method in methods], folder.path)
@@ -112,7 +112,7 @@ def _check_equal(folder: TuneFolder, methods: Sequence[str], trials: int) -> Non
             )
 
 
-def _finish(
+def _tuned(
     study: _Study,
     trials: int,
     settings: Mapping[str, Any],
@@ -122,7 +122,7 @@ def _finish(
     """Run the trials of one method that are left, and write its best settings."""
     folder, method, count = study.folder, study.method, min(trials, study.most)
     if count < trials:
-        note(f"{method}: the grid has {study.most} combinations, so {count} trials are all there are.")
+        note(f"{method}: there are only {count} combinations to try.")
     for trial in study.run(count):
         tell(trial)
     best = folder.best(method)
@@ -130,7 +130,7 @@ def _finish(
         reason = next((trial.reason for trial in folder.of(method) if trial.reason), "all were pruned")
         raise RunError(f"no trial of {method} finished ({reason}).")
     content = _best_settings(best, settings, study.seeds, len(folder.of(method)))
-    return Tuned(method, best, len(folder.of(method)), folder.write_best(f"best-{method}.yaml", content))
+    return Tuned(method, best, len(folder.of(method)), folder.write_best(f"best-{_file_name(method)}.yaml", content))
 
 
 class _Study:
@@ -207,12 +207,9 @@ class _Study:
     def _run(self, number: int, config: Any, watcher: _Pruner) -> dict[int, float]:
         """Validation accuracy by round of one run, which continues if it was interrupted."""
         path = self.folder.path / "runs" / _run_name(self.method, number, config.seed)
+        path.parent.mkdir(exist_ok=True)
         try:
-            if (path / "config.yaml").exists():  # written last: a run without it has not begun
-                api.resume(path, watcher=watcher, trust=True)
-            else:
-                path.parent.mkdir(exist_ok=True)
-                api.run(**config.model_dump(), out=path, watcher=watcher)
+            finish(config, path, watcher)
         except Interrupted:
             if not watcher.pruned:
                 raise
@@ -357,7 +354,11 @@ def _check(
 
 
 def _run_name(method: str, trial: int, seed: int) -> str:
-    return f"{method.replace(':', '.')}-trial{trial}-seed{seed}"
+    return f"{_file_name(method)}-trial{trial}-seed{seed}"
+
+
+def _file_name(method: str) -> str:
+    return method.replace(":", ".")
 
 
 def _text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,17 @@ def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, mo
     assert not stopped.finished and stopped.checkpoints.rounds()
     assert run_cells(longer, tmp_path / "side") == {}
     assert accuracies(tmp_path / "side", longer) == accuracies(tmp_path / "alone", longer)
+
+
+@pytest.mark.parametrize("setting", ["engine", "models"])
+def test_code_that_only_a_run_s_file_names_is_never_imported(tmp_path: Path, setting: str) -> None:
+    """A folder may come from someone else: what its runs name is trusted only if the plan names it too."""
+    (cell,) = small(["standalone"], [0], rounds=3)
+    with pytest.raises(Interrupted):
+        run_cells([cell], tmp_path, watcher=StopsAfter(1))
+    file = tmp_path / "runs" / cell.name / "config.yaml"
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**content, setting: "tests.comparison.never_imported:Code"}))
+    with pytest.raises(InputError, match=f"holds a run with {setting} tests.comparison.never_imported:Code"):
+        run_cells([cell], tmp_path)
+    assert "tests.comparison.never_imported" not in sys.modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_settings_that_diverge_are_a_failed_trial_not_the_end(tmp_path: Path) ->
 def test_a_grid_ends_when_all_is_tried(tmp_path: Path) -> None:
     notes: list[str] = []
     tune(["standalone"], out=tmp_path, trials=9, search=LR, sampler="grid", seeds=[1], note=notes.append, **SETTINGS)
-    assert len(table(tmp_path)) == 2 and "2 combinations" in notes[0]
+    assert len(table(tmp_path)) == 2 and "only 2 combinations" in notes[0]
 
 
 def test_more_trials_extend_a_search_and_another_search_is_refused(tmp_path: Path) -> None:
@@ -312,3 +313,15 @@ def test_a_comparison_uses_what_a_search_found_with_other_seeds(tmp_path: Path) 
     assert {cell.config.training.lr for cell in cells if cell.method == "fedproto-tuned"} == {chosen}
     with pytest.raises(InputError, match="tuned with seed 100"):
         plan([given], [99, 100], SETTINGS, trust=True)
+
+
+def test_a_run_that_someone_replaced_is_refused_and_its_code_not_imported(tmp_path: Path) -> None:
+    search = {"training.lr": Choices((0.05,))}
+    with pytest.raises(Interrupted):
+        tune(["standalone"], out=tmp_path, trials=1, search=search, seeds=[1], watcher=StopAfter(1), **SETTINGS)
+    file = tmp_path / "runs/standalone-trial0-seed1/config.yaml"
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**content, "engine": "tests.comparison.never_imported:Code"}))
+    with pytest.raises(InputError, match="holds a run with engine"):
+        tune(["standalone"], out=tmp_path, trials=1, search=search, seeds=[1], **SETTINGS)
+    assert "tests.comparison.never_imported" not in sys.modules

@@ -1,0 +1,3 @@
+"""Importing this is what a test forbids."""
+
+Code = None
