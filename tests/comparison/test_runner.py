@@ -165,14 +165,18 @@ def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("setting", ["engine", "models"])
-def test_code_that_only_a_run_s_file_names_is_never_imported(tmp_path: Path, setting: str) -> None:
+def test_code_that_only_a_run_s_file_names_is_never_imported(
+    tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder may come from someone else: what its runs name is trusted only if the plan names it too."""
+    (tmp_path / "never_imported.py").write_text("Code = None")
+    monkeypatch.syspath_prepend(tmp_path)
     (cell,) = small(["standalone"], [0], rounds=3)
     with pytest.raises(Interrupted):
         run_cells([cell], tmp_path, watcher=StopsAfter(1))
     file = tmp_path / "runs" / cell.name / "config.yaml"
     content = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**content, setting: "tests.comparison.never_imported:Code"}))
-    with pytest.raises(InputError, match=f"holds a run with {setting} tests.comparison.never_imported:Code"):
+    file.write_text(yaml.safe_dump({**content, setting: "never_imported:Code"}))
+    with pytest.raises(InputError, match=f"holds a run with {setting} never_imported:Code"):
         run_cells([cell], tmp_path)
-    assert "tests.comparison.never_imported" not in sys.modules
+    assert "never_imported" not in sys.modules

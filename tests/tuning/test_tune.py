@@ -315,13 +315,20 @@ def test_a_comparison_uses_what_a_search_found_with_other_seeds(tmp_path: Path) 
         plan([given], [99, 100], SETTINGS, trust=True)
 
 
-def test_a_run_that_someone_replaced_is_refused_and_its_code_not_imported(tmp_path: Path) -> None:
+def test_a_run_that_someone_replaced_is_refused_and_its_code_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "never_imported.py").write_text("Code = None")
+    monkeypatch.syspath_prepend(modules)
+    tmp_path = tmp_path / "search"
     search = {"training.lr": Choices((0.05,))}
     with pytest.raises(Interrupted):
         tune(["standalone"], out=tmp_path, trials=1, search=search, seeds=[1], watcher=StopAfter(1), **SETTINGS)
     file = tmp_path / "runs/standalone-trial0-seed1/config.yaml"
     content = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**content, "engine": "tests.comparison.never_imported:Code"}))
+    file.write_text(yaml.safe_dump({**content, "engine": "never_imported:Code"}))
     with pytest.raises(InputError, match="holds a run with engine"):
         tune(["standalone"], out=tmp_path, trials=1, search=search, seeds=[1], **SETTINGS)
-    assert "tests.comparison.never_imported" not in sys.modules
+    assert "never_imported" not in sys.modules

@@ -1,3 +1,0 @@
-"""Importing this is what a test forbids."""
-
-Code = None
