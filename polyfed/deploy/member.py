@@ -157,9 +157,10 @@ class Member:
             notes=describe_test_set(self.dataset, own.split, own.test_set, data),
         )
 
-    def site(self, population: Population | None = None) -> Site:
-        """What answers the server; its state is in the member's folder."""
-        return Site(self.name, self.terms.agreement(), population or self.population(), self.settings.folder)
+    def site(self, population: Population | None = None, folder: Path | None = None) -> Site:
+        """What answers the server; its state is in the member's folder, or in another."""
+        place = folder or self.settings.folder
+        return Site(self.name, self.terms.agreement(), population or self.population(), place)
 
 
 def read_member(path: Path, *, trust: bool = False) -> Member:

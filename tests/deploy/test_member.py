@@ -28,10 +28,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def members(folder: Path, **terms: Any) -> list[Member]:
+def members(folder: Path, *, own_networks: bool = True, **terms: Any) -> list[Member]:
     """Three sites with different networks (one its own, one with batch norm and dropout), classes and splits."""
     write_terms(folder, **terms)
-    paths = {name: write_member(folder / name, name, **own) for name, own in SETTINGS.items()}
+    changes = {} if own_networks else {"network": None}
+    paths = {name: write_member(folder / name, name, **{**own, **changes}) for name, own in SETTINGS.items()}
     (folder / "birch" / "birch_nets.py").write_text(OWN_NETWORK)
     return [read_member(path, trust=True) for path in paths.values()]
 
