@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from flwr.app import Error, Message
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -60,7 +61,9 @@ class Unreachable(Exception):
 class SiteConnection:
     """One site's connection. `run` ends when `stop` is set, or if the very first attempt is refused."""
 
-    def __init__(self, address: str, certificate: Path, key: Any, answer: Answer, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str, certificate: Path, key: EllipticCurvePrivateKey, answer: Answer, note: Callable[[str], None]
+    ) -> None:
         self._address = address
         self._answer = answer
         self._note = note

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from fastapi import FastAPI
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.supercore.error import http_error_translator
@@ -102,10 +103,18 @@ class Debt:
 class Fleet:
     """Flower's fleet interface, listening. Its other interfaces, to control runs and to run apps, are not served."""
 
-    def __init__(self, members: Mapping[str, bytes], certificate: Path, key: Path, host: str, port: int, largest: int):
-        """`members` are names with public keys (PEM); `largest` is how many bytes an answer may have."""
+    def __init__(
+        self,
+        members: Mapping[str, EllipticCurvePublicKey],
+        certificate: Path,
+        key: Path,
+        place: tuple[str, int],
+        largest_reply: int,
+    ) -> None:
+        """Members by name with their public keys; host and port; how many bytes an answer may have."""
+        host, port = place
         factory = ObjectStoreFactory()
-        self.link = Link(members, factory.store(), largest)
+        self.link = Link(members, factory.store(), largest_reply)
         self.transport = FlowerTransport(self.link)
         self._server = uvicorn.Server(
             uvicorn.Config(

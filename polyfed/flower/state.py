@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from flwr.app import Message, Metadata
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID
@@ -22,6 +23,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.superlink.federation import NoOpFederationManager
 
 from polyfed.errors import BadMessage
@@ -35,14 +37,15 @@ SMALL_OBJECTS = 16
 class Link(InMemoryLinkState):
     """Flower's state of a SuperLink, with one run and a fixed list of members."""
 
-    def __init__(self, members: Mapping[str, bytes], store: ObjectStore, largest_reply: int) -> None:
+    def __init__(self, members: Mapping[str, EllipticCurvePublicKey], store: ObjectStore, largest_reply: int) -> None:
         super().__init__(NoOpFederationManager(), store)
         self.federation_manager.linkstate = self
         self._most_objects = largest_reply // CHUNK + 1 + SMALL_OBJECTS
         self._refused: dict[str, str] = {}
         """Why the answer to a question was refused when it came in."""
         self._numbers = {
-            name: self.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0, name=name) for name, key in members.items()
+            name: self.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key_to_bytes(key), 0, name=name)
+            for name, key in members.items()
         }
         self._run = self.create_run(None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP)
         task = self._get_run(self._run).primary_task_id
