@@ -126,6 +126,7 @@ class Fleet:
                 log_level="critical",
                 access_log=False,
                 lifespan="off",
+                ws="none",
                 timeout_graceful_shutdown=2,
                 server_header=False,
             )
