@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polyfed.deploy import keys
-
 from polyfed.flower.node import Answer, SiteConnection
 from polyfed.flower.server import Fleet
 from polyfed.remote.transport import Kind, Packet
