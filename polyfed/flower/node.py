@@ -93,7 +93,9 @@ class SiteConnection:
 
     def _client(self) -> FleetHttpClient:
         authority = self._certificate.read_bytes()
-        return FleetHttpClient.from_server_address(self._address, False, authority, [self._signed])
+        client = FleetHttpClient.from_server_address(self._address, False, authority, [self._signed])
+        client._client.follow_redirects = False  # else a server could send signed requests to any other address
+        return client
 
     def _activate(self, client: FleetHttpClient) -> Node:
         request = ActivateNodeRequest(public_key=self._key, heartbeat_interval=HEARTBEAT)
@@ -192,7 +194,7 @@ def _call(method: Callable[[Any], Any], request: Any, address: str) -> Any:
         return method(request)
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
-        if isinstance(request, ActivateNodeRequest) and status in (400, 401, 403, 404, 409):
+        if isinstance(request, ActivateNodeRequest) and 400 <= status < 500:
             raise Refused(
                 f"the server at {address} does not accept this site's key: ask the coordinator whether federation.yaml "
                 "has its public key, and check that this machine's clock is right."

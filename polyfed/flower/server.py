@@ -30,6 +30,20 @@ from polyfed.remote.transport import Kind, Packet, Patience, Transport
 
 LARGEST_REQUEST = CHUNK + 2**20
 """Bytes of a request: a piece of an array and what is around it."""
+CALLS = frozenset(
+    f"/v1/fleet/{name}"
+    for name in (
+        "activate-node",
+        "confirm-message-received",
+        "deactivate-node",
+        "pull-messages",
+        "pull-object",
+        "push-messages",
+        "push-object",
+        "send-node-heartbeat",
+    )
+)
+"""What a site calls. Of the fleet interface too, nothing that registers a node or hands out an app."""
 POLL = 0.02
 """Seconds between two looks at what has come in."""
 
@@ -160,7 +174,7 @@ class Fleet:
 
 
 def fleet_app(link: Link) -> Any:
-    """Flower's fleet router behind its own authentication, and nothing else."""
+    """Those of Flower's fleet routes that sites need, behind Flower's authentication."""
     app = FastAPI(
         openapi_url=None,
         middleware=[
@@ -174,7 +188,7 @@ def fleet_app(link: Link) -> Any:
     app.state.enable_supernode_auth = True
     app.state.fleet_event_log_plugin = None
     app.include_router(router)
-    return Limit(app)
+    return Gate(app)
 
 
 class _Known:
@@ -202,14 +216,17 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class Limit:
-    """Ends a request that is larger than any that Flower makes, before it fills the memory."""
+class Gate:
+    """Lets through the calls that a site makes, and ends one that is larger than any of them."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            return
+        if scope["path"] not in CALLS:
+            await JSONResponse({"detail": "Not Found"}, status_code=404)(scope, receive, send)
             return
         body = bytearray()
         more = True

@@ -24,8 +24,8 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.runtime import RuntimeHttpClient
-from polyfed.deploy import certificates, keys
 
+from polyfed.deploy import certificates, keys
 from polyfed.flower.node import Refused
 from polyfed.flower.server import LARGEST_REQUEST
 from polyfed.message import Message
@@ -144,7 +144,16 @@ def test_nobody_outside_can_register_a_key_or_submit_an_app(people: support.Fede
     with member._client() as client, pytest.raises(httpx.HTTPStatusError):
         client.RegisterNode(RegisterNodeFleetRequest(public_key=key))
     with httpx.Client(verify=str(people.folder / "ca.crt")) as browser:
-        for path in ("/", "/docs", "/openapi.json", "/v1/control/list-runs", "/v1/runtime/acquire-task", "/health"):
+        paths = (
+            "/",
+            "/docs",
+            "/openapi.json",
+            "/v1/control/list-runs",
+            "/v1/runtime/acquire-task",
+            "/health",
+            "/v1/fleet/get-fab",
+        )
+        for path in paths:
             assert browser.get(f"https://{address}{path}").status_code == 404
             assert browser.post(f"https://{address}{path}").status_code == 404
     assert set(fleet.link.nodes) == before and len(fleet.link.run_ids) == 1
@@ -306,3 +315,20 @@ def test_a_site_answers_a_strangers_question_with_a_refusal_only(people: support
         state.TYPES["train"] = "train"
     assert found["amber"].facts == {"failure": "this site only answers polyfed's questions."} and not calls
     assert people.notes[-1] == "refused a question: this site only answers polyfed's questions."
+
+
+def test_a_site_follows_no_redirection(people: support.Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is signed, and its body is an answer: neither goes where a server points to."""
+    people.listen()
+    client = people.connection("amber", echo)._client()
+    elsewhere: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        elsewhere.append(request.url.host)
+        return httpx.Response(307, headers={"location": "http://10.0.0.1/"})
+
+    client._client._transport = httpx.MockTransport(handle)
+    monkeypatch.setattr(client._client, "_mounts", {})
+    with pytest.raises(httpx.HTTPStatusError):
+        client.PullMessages(PullMessagesRequest())
+    assert elsewhere == ["127.0.0.1"]
