@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from polyfed.cli.base import complete_method, out_console
+from polyfed.cli.keys import keys
 from polyfed.deploy.templates import federation_text
 from polyfed.errors import InputError
 from polyfed.starter import write_new
@@ -49,3 +50,4 @@ def _listed(names: str) -> list[str]:
 
 
 app.command("init")(init)
+app.command("keys")(keys)
