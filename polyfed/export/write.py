@@ -147,7 +147,7 @@ def _describe(
 
 
 def _needed(card: RunCard, name: str) -> dict[str, NetworkCard]:
-    return {each: card.networks[each] for each in dict.fromkeys((name, card.common, card.auxiliary))}
+    return {each: card.networks[each] for each in dict.fromkeys((name, card.common or name, card.auxiliary))}
 
 
 def _layers(network: ClientNetwork, head_name: str) -> dict[str, str]:
