@@ -1,1 +1,1 @@
-"""Real federations: what server and sites are told, and the keys by which they know each other."""
+"""A federation between organisations: its terms, its members, and what each of them would send."""
