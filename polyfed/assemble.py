@@ -67,7 +67,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         features=features,
         match=config.match_features,
     )
-    clients = deal(config, dataset)
+    dataset, clients = dealt(config, dataset)
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
     check_scored(config, method)
@@ -136,6 +136,12 @@ def deal(config: Experiment, dataset: Dataset) -> list[ClientData]:
         minimum=config.min_samples,
         test_set=config.test_set,
     )
+
+
+def dealt(config: Experiment, dataset: Dataset) -> tuple[Dataset, list[ClientData]]:
+    """The samples as clients see them, and who owns which; a table's constants come from all training samples."""
+    clients = deal(config, dataset)
+    return dataset.fitted(torch.cat([own.train for own in clients]).sort().values), clients
 
 
 def facts(population: Population) -> dict[str, str]:
@@ -236,7 +242,7 @@ def named_data(config: Experiment) -> Dataset:
             f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "
             "polyfed.resume(run, data=…)."
         )
-    return load_dataset(config.data, config.data_folder)
+    return load_dataset(config.data, config.data_folder, label=config.label)
 
 
 def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:

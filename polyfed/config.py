@@ -55,7 +55,8 @@ class Experiment(Settings):
     """Everything that determines a run's numbers, and a few settings that do not."""
 
     method: dict[str, Any] = Field(description="name and options of the method")
-    data: str = Field("digits", description="a dataset's name, or npz:PATH")
+    data: str = Field("digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH")
+    label: str | None = Field(None, min_length=1, description="the column of a table that holds the classes")
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
     partition: Partition = Field("shares", description="how samples are distributed among clients")
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
