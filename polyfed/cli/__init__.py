@@ -9,11 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed import __version__
-<<<<<<< HEAD
-from polyfed.cli import compare, export, lists, report, reproduce, runs, server, show, tune
-=======
 from polyfed.cli import compare, export, lists, report, reproduce, runs, server, show, site, tune
->>>>>>> terms
 from polyfed.cli.base import app, error_console, out_console
 from polyfed.errors import PolyfedError
 
@@ -28,10 +24,7 @@ _COMMANDS = (
 for _command in _COMMANDS:
     app.command(_command.__name__.removesuffix("_runs"))(_command)  # a function called list would hide Python's own
 app.add_typer(server.app, name="server")
-<<<<<<< HEAD
-=======
 app.add_typer(site.app, name="site")
->>>>>>> terms
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import typer
-
-from polyfed.cli.keys import keys
-
-app = typer.Typer(help="Coordinate a real federation: its terms, its keys, its server.", no_args_is_help=True)
-app.command("keys")(keys)
-=======
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from polyfed.cli.base import complete_method, out_console
+from polyfed.cli.keys import keys
 from polyfed.deploy.templates import federation_text
 from polyfed.errors import InputError
 from polyfed.starter import write_new
@@ -57,4 +50,4 @@ def _listed(names: str) -> list[str]:
 
 
 app.command("init")(init)
->>>>>>> terms
+app.command("keys")(keys)
