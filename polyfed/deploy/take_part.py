@@ -1,4 +1,4 @@
-"""A site that takes part: it connects to the server, trains when asked, and keeps its state and a log of what it sent."""
+"""A site that takes part: connects, trains when asked, keeps its state and a log of what it sent."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyfed.errors import InputError
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Score
 from polyfed.message import Message, Schema, State
 from polyfed.methods.parts.network import Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
@@ -225,7 +225,7 @@ class Reply:
     """Remarks of the method or the engine, kept as events of the run."""
     failure: str = ""
     """Why there is no message; such a reply is left out of the round."""
-    evaluation: Evaluation | None = None
+    evaluation: Score | None = None
     """How well the client predicts now, if that was asked for and saves a message."""
 
 
