@@ -33,7 +33,8 @@ def init(
 ) -> None:
     """Write a site's file to start from. With a comment for every setting."""
     values = {"name": name, "federation": federation, "server": server, "data": data, "network": network}
-    write_new(file, site_text({**values, "split": "8:1:1", "folder": "state", "share": "scores"}))
+    usual = {"certificate": "ca.crt", "key": f"keys/{name}.key", "split": "8:1:1", "folder": "state", "share": "scores"}
+    write_new(file, site_text({**values, **usual}))
     out_console.print(f"Change it to what is yours, then try it: `polyfed site check {file}`.", soft_wrap=True)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
-from torch import nn
 
 from polyfed.addresses import PYTHON, importable, names_code, trusting
 from polyfed.assemble import check_scored
@@ -20,7 +19,7 @@ from polyfed.methods import find_method
 from polyfed.methods.base import Method, Task
 from polyfed.methods.parts.shared_network import SharedNetwork
 from polyfed.models import Architecture, SplitNetwork, resolve
-from polyfed.models.layers import Match, build_head
+from polyfed.models.layers import Match
 from polyfed.normal_form import normal_form
 from polyfed.ranges import typed
 from polyfed.remote import Agreement
@@ -180,7 +179,7 @@ class Terms:
             classes=common.count,
             rounds=config.rounds,
             seed=config.seed,
-            architecture=_HEAD_ONLY if common.network is None else _one("network", common.network),
+            architecture=None if common.network is None else _one("network", common.network),
             auxiliary=_NO_AUXILIARY if common.auxiliary is None else _one("auxiliary", common.auxiliary),
             feature_size=common.features or 0,
             features=common.features,
@@ -374,20 +373,10 @@ def _shown(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
-def _only_a_head(
-    name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
-) -> SplitNetwork:
-    """What a server that knows nobody's network can build: the head that all have in common."""
-    if features is None:
-        raise InputError("the terms name no network and no number of features: set task.network or task.features.")
-    return SplitNetwork(nn.Identity(), build_head("linear", features, classes), features)
-
-
 def _no_auxiliary(
     name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
 ) -> SplitNetwork:
     raise InputError("the method trains a small common network: name it in task.auxiliary, such as cnn5.")
 
 
-_HEAD_ONLY = Architecture("head", _only_a_head)
 _NO_AUXILIARY = Architecture("auxiliary", _no_auxiliary)
