@@ -165,6 +165,8 @@ class Terms:
             own.reply_timeout,
             own.enough_replies,
             own.grace,
+            own.minimum_members,
+            self.plain(),
         )
 
     def experiment(self) -> Experiment:
