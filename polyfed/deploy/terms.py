@@ -63,6 +63,8 @@ class Terms:
             own.reply_timeout,
             own.enough_replies,
             own.grace,
+            own.minimum_members,
+            self.plain(),
         )
 
     def experiment(self) -> Experiment:

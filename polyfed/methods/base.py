@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyfed.errors import InputError
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Score
 from polyfed.message import Message, Schema, State
 from polyfed.methods.parts.network import Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
@@ -225,7 +225,7 @@ class Reply:
     """Remarks of the method or the engine, kept as events of the run."""
     failure: str = ""
     """Why there is no message; such a reply is left out of the round."""
-    evaluation: Evaluation | None = None
+    evaluation: Score | None = None
     """How well the client predicts now, if that was asked for and saves a message."""
 
 
@@ -311,6 +311,12 @@ class Method:
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         """The entries of the client's state that a download changes; by default those of the same names."""
         return dict(message.tensors)
+
+    def refreshed(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        """The client's state after one more download, as far as it holds nothing but the server's knowledge."""
+        changed = self.receive(state, message, client) if self.kept_fresh else {}
+        fresh = {name: tensor for name, tensor in changed.items() if name.split(".")[0] in self.kept_fresh}
+        return {**state, **fresh}
 
     def phases(self) -> list[Phase]:
         """The stages of local training, the same in every round; by default the private model on cross entropy."""
