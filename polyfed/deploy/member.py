@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, field_validator
@@ -31,9 +31,8 @@ from polyfed.models.networks import FromCatalogue
 from polyfed.population import Population
 from polyfed.profile import network_profile
 from polyfed.remote import Site
+from polyfed.remote.site import Share
 from polyfed.settings import Settings
-
-Share = Literal["scores", "nothing"]
 
 
 class SiteSettings(Settings):

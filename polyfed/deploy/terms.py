@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from polyfed.methods.parts.shared_network import SharedNetwork
 from polyfed.models import Architecture, SplitNetwork, resolve
 from polyfed.models.layers import Match
 from polyfed.normal_form import normal_form
-from polyfed.ranges import typed
 from polyfed.remote import Agreement
+from polyfed.remote.agreement import first_difference
 
 AGREED = (
     "method", "rounds", "seed", "training", "participation", "start", "evaluate", "eval_every", "min_replies",
@@ -32,8 +31,6 @@ AGREED = (
 OF_TASK = ("features", "match_features", "auxiliary")
 OF_SERVER = ("device", "tf32", "tracker")
 OF_SITES = ("data", "data_folder", "split", "test_set", "models", "network", "head", "label", "share", "folder")
-LONGEST = 60
-"""Characters of a value that a sentence shows."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,11 @@ class Terms:
 
     def difference(self, other: Terms | Mapping[str, Any]) -> str | None:
         """The first value in which the other side's terms differ from these, in a sentence; None if none does."""
-        theirs = other.plain() if isinstance(other, Terms) else other
-        own = json.loads(json.dumps(self.plain()))
-        return _difference("", own, theirs)
+        own, theirs = self.plain(), other.plain() if isinstance(other, Terms) else other
+        found = first_difference(own, theirs)
+        if found is None and list(own["members"]) != list(theirs["members"]):
+            found = f"members are {', '.join(own['members'])} here and {', '.join(theirs['members'])} at the server"
+        return found
 
 
 def read_terms(path: Path, *, trust: bool = False) -> Terms:
@@ -247,36 +246,6 @@ def _one(what: str, name: str) -> Architecture:
     if len(found) != 1:
         raise InputError(f"task.{what} is '{name}', which stands for {len(found)} networks: name one.")
     return found[0]
-
-
-def _difference(place: str, own: Any, other: Any) -> str | None:
-    if isinstance(own, Mapping) and isinstance(other, Mapping):
-        return _difference_inside(place, own, other)
-    return None if own == other else f"{place} is {_shown(own)} here and {_shown(other)} at the server"
-
-
-def _difference_inside(place: str, own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    def inner(name: object) -> str:
-        return f"{place}.{name}" if place else str(name)
-
-    for name, value in own.items():
-        if name not in other:
-            return f"{_shown(inner(name))} is {_shown(value)} here and missing at the server"
-        found = _difference(inner(name), value, other[name])
-        if found is not None:
-            return found
-    unknown = next((name for name in other if name not in own), None)
-    if unknown is not None:
-        return f"{_shown(inner(unknown))} is missing here and {_shown(other[unknown])} at the server"
-    if place == "members" and list(own) != list(other):
-        return f"the order of members is {_shown(', '.join(own))} here and {_shown(', '.join(other))} at the server"
-    return None
-
-
-def _shown(value: object) -> str:
-    """A value in a sentence; what the other side sent may be of any length."""
-    text = typed(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def _no_auxiliary(

@@ -56,7 +56,8 @@ def test_a_federation_of_sites_has_the_numbers_of_its_simulation(tmp_path: Path,
     sites = {member.name: member.site() for member in members(tmp_path, method=method, rounds=3, participation=0.7)}
     transport = InMemoryTransport({name: site.answer for name, site in sites.items()})
     apart = RunFolder.create(tmp_path / "two", config)
-    Federation(config, terms.method(), RemoteEngine(terms.agreement(), transport), apart).run()
+    common = terms.method()
+    Federation(config, common, RemoteEngine(terms.agreement(), transport, common), apart).run()
     same_rows(tmp_path / "one", tmp_path / "two")
     for member in people:
         sites[member.name].export(tmp_path / "own.safetensors")
