@@ -328,7 +328,7 @@ DOOR: dict[str, tuple[Callable[[Packet], Packet], str]] = {
     "not finite": (lambda said: spoilt(said, tensor=lambda t: t * float("nan")), "holds values that are not finite"),
     "wrong shape": (lambda said: spoilt(said, tensor=lambda t: t[:, :2].contiguous()), "has shape"),
     "too large": (lambda said: spoilt(said, tensor=lambda t: torch.zeros(1000, 6)), "bytes can have at most"),
-    "long facts": (lambda said: Packet({**said.facts, "x": "y" * LARGEST_FACTS}), "its facts of 100"),
+    "long facts": (lambda said: Packet({**said.facts, "x": "y" * LARGEST_FACTS}), "its facts of 1000"),
     "another round": (lambda said: Packet({**said.facts, "round": 7}, said.message), "answered for round 7, not for"),
     "no round": (lambda said: Packet({}, said.message), "answered for round None"),
     "no message": (lambda said: Packet(said.facts), "lacks the tensor 'prototypes'"),
