@@ -350,6 +350,16 @@ def test_a_reply_that_is_not_agreed_on_stays_outside(tmp_path: Path, case: str) 
     assert note.startswith("round 1 continues without client 2: ") and words in note
 
 
+def test_a_sites_words_cannot_command_the_servers_terminal(tmp_path: Path) -> None:
+    run = Run(tmp_path, minimum_members=2)
+    for name, kind in (("cedar", "train"), ("dune", "join")):
+        own = run.transport.sites[name]
+        run.transport.sites[name] = changed(own, kind, lambda said: Packet({"failure": "\x1b[2J\ngone" + "x" * 9999}))
+    run.federation.round(1)
+    assert [note.count(" [2J gone") for note in run.seen.notes] == [1, 1]
+    assert all(note.isprintable() and len(note) < 1200 for note in run.seen.notes)
+
+
 def test_a_server_of_another_run_gets_no_answer(tmp_path: Path) -> None:
     run = Run(tmp_path, minimum_members=3)
     other = agreement(run.people, "run-2")
