@@ -1,1 +1,1 @@
-"""A federation between organisations: its terms, its members, and what each of them would send."""
+"""Real federations: what server and sites are told, and the keys by which they know each other."""

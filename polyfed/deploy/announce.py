@@ -129,8 +129,8 @@ def announce(member: Member, population: Population | None = None) -> Announceme
         joining = member.site(population, Path(folder) / "join")
         trying = member.site(_shortened(population, client), Path(folder) / "trial")
         try:
-            run = {"run": member.terms.name, "name": member.name}
-            join = _answer(joining, "join", Packet({**run, "terms": member.terms.plain()}))
+            run = {"run": member.terms.name, "name": member.name, "terms": member.terms.plain()}
+            join = _answer(joining, "join", Packet(run))
             question = Packet({**run, "round": 1, "score": True}, _first_download(population, client))
             train = _answer(trying, "train", question)
             evaluate = _answer(trying, "evaluate", Packet({**run, "round": 1}))

@@ -159,13 +159,13 @@ class Member:
 
     def site(self, population: Population | None = None, folder: Path | None = None) -> Site:
         """What answers the server; its state is in the member's folder, or in another."""
-        place = folder or self.settings.folder
+        own = self.settings
         return Site(
             self.name,
             self.terms.agreement(),
             population or self.population(),
-            place,
-            share=self.settings.share,
+            folder or own.folder / "rounds",
+            share=own.share,
             terms=self.terms.difference,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,10 @@ from rich.table import Table
 
 from polyfed.data import ClientData, Dataset
 from polyfed.deploy.announce import Announcement
+from polyfed.deploy.keys import check_certificate, public_line, read_private_key
 from polyfed.deploy.member import Member
 from polyfed.deploy.terms import Terms
+from polyfed.errors import InputError
 from polyfed.ranges import typed
 from polyfed.report.tables import plain_table
 
@@ -99,18 +100,19 @@ def in_words(found: Announcement) -> list[str]:
 
 
 def warnings(member: Member) -> list[str]:
-    """What is wrong with the files by which this site and the server know each other; they are not needed to check."""
+    """What is wrong with the files by which this site and the server know each other; a check works without them."""
     found = []
-    for what, path, private in (("key", member.key, True), ("certificate", member.settings.certificate, False)):
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            found.append(f"the {what} '{path}' can't be read ({error.strerror}): `polyfed site run` needs it.")
-            continue
-        if not stat.S_ISREG(mode):
-            found.append(f"the {what} '{path}' is not a file.")
-        elif private and mode & 0o077:
-            found.append(f"the {what} '{path}' can be read by others than its owner: chmod 600 '{path}'.")
+    try:
+        if public_line(read_private_key(member.key)) != member.terms.members[member.name]:
+            found.append(
+                f"the private key '{member.key}' does not belong to the public key of '{member.name}' in the terms."
+            )
+    except InputError as error:
+        found.append(str(error))
+    try:
+        check_certificate(member.settings.certificate)
+    except InputError as error:
+        found.append(str(error))
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from polyfed.cli import main
 from polyfed.deploy.announce import Announcement
-from tests.deploy.files import write_member, write_terms
+from tests.deploy.files import public_key, write_member, write_terms
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str, str]:
@@ -64,7 +64,7 @@ def test_check_shows_classes_and_what_would_be_sent(tmp_path: Path, monkeypatch:
     assert ["prototypes", "floats", "seen×6", "2×6", "12", "48"] in rows
     assert ["profile.features", "6"] in rows
     assert "Nothing else is ever sent." in out
-    assert "amber.key' can't be read" in problems and "ca.crt' can't be read" in problems
+    assert all(f"can't read '{path.parent / name}': No such file" in problems for name in ("amber.key", "ca.crt"))
     assert not (path.parent / "state").exists()
 
 
@@ -81,17 +81,26 @@ def test_check_for_programs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> No
     assert len(found["warnings"]) == 2 and found["terms"]["name"] == "trial-1"
 
 
-def test_check_warns_of_a_key_that_others_can_read(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_check_warns_of_keys_that_would_be_refused(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Another member's key, one that others can read, a certificate that is none; nothing if all is well."""
+    pytest.importorskip("cryptography")
+    from polyfed.deploy.keys import make_server_keys, make_site_keys
+
     path = checked_site(tmp_path)
+    line = make_site_keys(path.parent, "amber")
     (path.parent / "ca.crt").write_text("x")
-    key = path.parent / "amber.key"
-    key.write_text("x")
-    key.chmod(0o640)
-    assert (
-        "can be read by others than its owner: chmod 600" in typed(monkeypatch, capsys, "site", "check", str(path))[2]
-    )
-    key.chmod(0o600)
-    assert "others than its owner" not in typed(monkeypatch, capsys, "site", "check", str(path))[2]
+
+    def problems() -> str:
+        return typed(monkeypatch, capsys, "site", "check", str(path))[2]
+
+    said = problems()
+    assert "amber.key' does not belong to the public key of 'amber' in the terms" in said and "ca.crt" in said
+    (path.parent / "ca.crt").unlink()
+    make_server_keys(path.parent, ["localhost"])
+    write_terms(tmp_path, task={"auxiliary": None}, members={"amber": line, "birch": public_key(1)})
+    assert problems() == ""
+    (path.parent / "amber.key").chmod(0o640)
+    assert "has permissions 640, so others can use it" in problems()
 
 
 def test_check_needs_trust_for_code_that_the_terms_name(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
