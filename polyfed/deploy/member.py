@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from polyfed.deploy.checks import checked, checked_name, checked_place, located
 from polyfed.deploy.samples import agreed_samples, own_object
 from polyfed.deploy.terms import Terms, read_terms
 from polyfed.errors import InputError
+from polyfed.message import State
 from polyfed.methods.base import Method
 from polyfed.models import Architecture, SplitNetwork, resolve
 from polyfed.models.networks import FromCatalogue
@@ -157,7 +158,12 @@ class Member:
             notes=describe_test_set(self.dataset, own.split, own.test_set, data),
         )
 
-    def site(self, population: Population | None = None, folder: Path | None = None) -> Site:
+    def site(
+        self,
+        population: Population | None = None,
+        folder: Path | None = None,
+        keep: Callable[[State], None] = lambda state: None,
+    ) -> Site:
         """What answers the server; its state is in the member's folder, or in another."""
         own = self.settings
         return Site(
@@ -167,6 +173,7 @@ class Member:
             folder or own.folder / "rounds",
             share=own.share,
             terms=self.terms.difference,
+            keep=keep,
         )
 
 
