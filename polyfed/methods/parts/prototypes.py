@@ -46,20 +46,6 @@ class PrototypeMethod(Method):
     collect = Collect()
     kept_fresh = ("prototypes",)
 
-    class Config(Method.Config):
-        weight: float | None = Field(
-            None, ge=0, description="weight of the distance to the prototype; none: 0.1 for euclidean, 10 for mse"
-        )
-        distance: Literal["euclidean", "mse"] = Field(
-            "euclidean", description="distance between a feature and its prototype"
-        )
-        penalty: Literal["samples", "classes"] = Field(
-            "samples",
-            description="mean distance of a batch's features to their prototypes, or of its class means to theirs",
-        )
-
-    config: Config
-
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
         return {"prototypes": Prototypes(self.task.classes, model.feature_size)}
 
@@ -70,16 +56,12 @@ class PrototypeMethod(Method):
         return own | store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
-        config = self.config
-        weight = config.weight if config.weight is not None else {"euclidean": 0.1, "mse": 10.0}[config.distance]
         features = net.features(batch.x)
-        # A class without a global prototype has no second term.
-        away: Tensor = (
-            net.prototypes.distance(features, batch.y, config.distance)
-            if config.penalty == "samples"
-            else distance_of_means(net.prototypes, features, batch, config.distance)
-        )
-        return cross_entropy(net.head(features), batch.y) + weight * away
+        return cross_entropy(net.head(features), batch.y) + self.pull(net, features, batch)
+
+    def pull(self, net: ClientNetwork, features: Tensor, batch: Batch) -> Tensor:
+        """The loss's second term, weighted, per sample; zero for a class without a global prototype."""
+        raise TypeError(f"{type(self).__name__} must say how features are pulled towards prototypes.")
 
     def upload(self, client: Trained) -> Message:
         assert client.statistics is not None
@@ -103,6 +85,34 @@ class PrototypeMethod(Method):
 
     def schema(self) -> Schema:
         return class_vectors_schema("prototypes", self.task.classes, self.task.feature_size)
+
+
+class DistanceMethod(PrototypeMethod):
+    """Features are pulled by their distance to the prototype, Euclidean or squared."""
+
+    class Config(Method.Config):
+        weight: float | None = Field(
+            None, ge=0, description="weight of the distance to the prototype; none: 0.1 for euclidean, 10 for mse"
+        )
+        distance: Literal["euclidean", "mse"] = Field(
+            "euclidean", description="distance between a feature and its prototype"
+        )
+        penalty: Literal["samples", "classes"] = Field(
+            "samples",
+            description="mean distance of a batch's features to their prototypes, or of its class means to theirs",
+        )
+
+    config: Config
+
+    def pull(self, net: ClientNetwork, features: Tensor, batch: Batch) -> Tensor:
+        config = self.config
+        weight = config.weight if config.weight is not None else {"euclidean": 0.1, "mse": 10.0}[config.distance]
+        away: Tensor = (
+            net.prototypes.distance(features, batch.y, config.distance)
+            if config.penalty == "samples"
+            else distance_of_means(net.prototypes, features, batch, config.distance)
+        )
+        return weight * away
 
 
 def distance_of_means(
