@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, Self
 
 import torch
@@ -69,9 +70,7 @@ class FedTGP(DistanceMethod):
         if len(labels) == 0:
             return
         margin = self.margin(vectors, labels).to(server.device)
-        train_prototypes(
-            server, self.task, self.config, vectors, labels, lambda *given: contrastive_loss(*given, margin)
-        )
+        train_prototypes(server, self.task, self.config, vectors, labels, partial(contrastive_loss, margin=margin))
 
     def margin(self, vectors: Tensor, labels: Tensor) -> Tensor:
         """δ(t), how much farther other classes' client prototypes must be: Eq. 9 of the paper."""

@@ -70,11 +70,16 @@ class PrototypeMethod(Method):
     def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
         features = net.features(x)
         classifier = net.head(features)
-        closeness, known, own = net.prototypes.closeness(features), net.prototypes.known, net.prototypes.own
+        closeness, known, own = self.closeness(net, features), net.prototypes.known, net.prototypes.own
         # Before the first prototypes arrive there is only the classifier.
         nearest = torch.where(known.any(), closeness, classifier)
         nearest_own = torch.where((known & own).any(), torch.where(own, closeness, -torch.inf), classifier)
         return {"prototypes": nearest, "classifier": classifier, "own-prototypes": nearest_own}
+
+    def closeness(self, net: ClientNetwork, features: Tensor) -> Tensor:
+        """Scores of features by the prototypes [batch, classes], the nearest highest; minus infinity where unknown."""
+        scores: Tensor = net.prototypes.closeness(features)
+        return scores
 
     def start(self, server: Server) -> None:
         empty = ClassVectors(self.task.classes, self.task.feature_size)

@@ -33,10 +33,14 @@ class TrainablePrototypes(nn.Module):
 class ServerTraining(Protocol):
     """The options of a method whose server trains prototypes."""
 
-    broadcast: Literal["all", "uploaded"]
-    server_epochs: int
-    server_lr: float
-    server_batch_size: int
+    @property
+    def broadcast(self) -> Literal["all", "uploaded"]: ...
+    @property
+    def server_epochs(self) -> int: ...
+    @property
+    def server_lr(self) -> float: ...
+    @property
+    def server_batch_size(self) -> int: ...
 
 
 def add_trainable(server: Server, task: Task, *, network: bool = True) -> None:
