@@ -65,6 +65,8 @@ class ProtoNorm(PrototypeMethod):
         # A class that no participant of this round holds keeps its last mean, and all known ones are moved apart.
         server.state.update(store_vectors(server.state, "means", means, seen))
         known = server.state["means.known"].nonzero().flatten()
+        if len(known) == 0:
+            return
         directions = self.directions(server, server.state["means.vectors"][known])
         server.state.update(store_vectors(server.state, "prototypes", self.config.scale * directions, known))
 
@@ -94,7 +96,7 @@ def spread(points: Tensor, most: int = ITERATIONS) -> Tensor:
         points = unit_vectors(points + speed)
         if iteration % 10 == 0:
             step *= DECAY
-        mean = round(float(force.norm(dim=1).mean()), 4) if len(force) else 0.0
+        mean = round(float(force.norm(dim=1).mean()), 4)
         settled = settled + 1 if iteration > 10 and mean == before else 0
         before = mean
         if settled == SETTLED:
