@@ -168,19 +168,6 @@ def test_mean_square_by_hand() -> None:
     assert pulled.tolist() == pytest.approx([125.0])
 
 
-def test_prediction_is_by_the_nearest_prototype() -> None:
-    clients = support.population("protonorm")
-    net = clients.new_network(0)
-    x, _ = clients.dataset.batch(torch.tensor([0]))
-    before = clients.method.predict(net, x)
-    assert list(before) == ["prototypes", "classifier", "own-prototypes"]
-    assert torch.equal(before["prototypes"], before["classifier"])  # nothing received yet
-    net.prototypes.vectors += 9.0
-    net.prototypes.vectors[2] = net.features(x)[0].detach()
-    net.prototypes.known[:] = True
-    assert clients.method.predict(net, x)["prototypes"][0].argmax() == 2
-
-
 def test_growing_to_the_prototypes_length_is_not_unusual_but_more_is() -> None:
     method = support.new_method("protonorm")
     sizes = [
