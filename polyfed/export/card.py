@@ -16,7 +16,7 @@ from polyfed.config import Experiment
 from polyfed.data import Dataset
 from polyfed.errors import InputError
 from polyfed.models import Architecture
-from polyfed.models.networks import FromCatalogue
+from polyfed.models.catalogue import FromCatalogue
 from polyfed.population import Population
 from polyfed.settings import Settings
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from polyfed.addresses import load_object
 from polyfed.errors import InputError, unknown_name
+from polyfed.models.catalogue import GROUPS, NETWORKS, FromCatalogue
 from polyfed.models.factories import FromFactory, FromInstance, factory_name
 from polyfed.models.layers import HEADS, Match, check_match, check_sizes
-from polyfed.models.networks import GROUPS, NETWORKS, FromCatalogue
 from polyfed.models.split import SplitNetwork
 from polyfed.seeds import numpy_generator
 
