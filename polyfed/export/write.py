@@ -24,6 +24,7 @@ from polyfed.models import Models
 from polyfed.records import RunFolder, disk
 from polyfed.resuming import located
 from polyfed.seeds import torch_generator
+from polyfed.shapes import noise
 
 TOLERANCE = 1e-5
 """How far probabilities of an exported model may be from the run's."""
@@ -112,11 +113,11 @@ def _samples(folder: RunFolder, card: RunCard, client: int, data: Dataset | None
 
 
 def _random_samples(card: RunCard, client: int, why: str) -> Samples:
-    generator, shape = torch_generator(card.seed, "export", client), (RANDOM_SAMPLES, *card.inputs.shape)
+    generator, shape = torch_generator(card.seed, "export", client), card.inputs.input_shape
     if card.inputs.pixels:
-        raw = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        raw = torch.randint(0, 256, (RANDOM_SAMPLES, *shape), generator=generator, dtype=torch.uint8)
     else:
-        raw = torch.randn(shape, generator=generator)
+        raw = noise(RANDOM_SAMPLES, shape, generator)
     return Samples(raw, None, f"{RANDOM_SAMPLES} random samples, because {why}")
 
 

@@ -16,6 +16,7 @@ from polyfed.models.factories import FromFactory, FromInstance, factory_name
 from polyfed.models.layers import HEADS, Match, check_match, check_sizes
 from polyfed.models.split import SplitNetwork
 from polyfed.seeds import numpy_generator
+from polyfed.shapes import as_shape
 
 Assignment = Literal["cycle", "random"]
 
@@ -48,7 +49,7 @@ class Architecture:
         (`match="pool"`, without parameters) or by a learned linear layer (`match="project"`).
         """
         check_sizes(classes, features)
-        return self.maker(self.name, tuple(input_shape), classes, features, check_match(match))
+        return self.maker(self.name, as_shape(input_shape), classes, features, check_match(match))
 
 
 Models: TypeAlias = "str | nn.Module | Architecture | Callable[..., nn.Module] | Sequence[Models]"
@@ -133,7 +134,7 @@ def smallest(
     if not architectures:
         raise InputError("there are no networks to choose the smallest from: give at least one architecture.")
     distinct = list(dict.fromkeys(architectures))
-    return min(distinct, key=lambda choice: _built_size(choice, tuple(input_shape), classes, features, match))
+    return min(distinct, key=lambda choice: _built_size(choice, as_shape(input_shape), classes, features, match))
 
 
 def _built_size(

@@ -11,7 +11,9 @@ from torch import nn
 from polyfed.errors import unknown_name
 from polyfed.models.layers import Match, build_head, match_layer, seed_dropout
 from polyfed.models.networks import convolutional, googlenet, mobilenet_v2, resnet, short_resnet, vision_transformer
+from polyfed.models.sequences import signal_cnn, tabular_mlp
 from polyfed.models.split import SplitNetwork
+from polyfed.models.text import TextCNN, TextGRU, TextLSTM, TextTransformer
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,52 @@ def _transformers() -> dict[str, Recipe]:
     }
 
 
+def _signals() -> dict[str, Recipe]:
+    sizes = {1: ((64, 128, 128), 7), 2: ((32, 64, 128), 5), 3: ((32, 64), 7), 4: ((16, 32), 5)}
+    return {
+        f"signal_cnn{number}": Recipe(
+            f"1-D CNN for signals: convolutions of {_joined(filters)} with {kernel} steps, a linear layer of 128",
+            128,
+            partial(signal_cnn, filters=filters, kernel=kernel, features=128),
+        )
+        for number, (filters, kernel) in sizes.items()
+    }
+
+
+def _tables() -> dict[str, Recipe]:
+    sizes = {1: (256, 128, 64), 2: (128, 128, 64), 3: (128, 64), 4: (64,)}
+    return {
+        f"tabular_mlp{number}": Recipe(
+            f"MLP for tables: linear layer{'s' if len(widths) > 1 else ''} of {_joined(widths)}",
+            64,
+            partial(tabular_mlp, widths=widths),
+        )
+        for number, widths in sizes.items()
+    }
+
+
+def _texts() -> dict[str, Recipe]:
+    return {
+        "text_cnn": Recipe(
+            "TextCNN for token ids: 64 filters each over 3, 4 and 5 tokens",
+            128,
+            partial(TextCNN, filters=64, features=128),
+        ),
+        "text_transformer": Recipe(
+            "transformer encoder for token ids: 2 blocks of width 64 with 4 heads",
+            128,
+            partial(TextTransformer, blocks=2, heads=4, features=128),
+        ),
+        "text_gru": Recipe("GRU of 64 for token ids", 128, partial(TextGRU, hidden=64, features=128)),
+        "text_lstm": Recipe("LSTM of 64 for token ids", 128, partial(TextLSTM, hidden=64, features=128)),
+    }
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    *first, last = (str(number) for number in numbers)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 RECIPES: dict[str, Recipe] = {
     **_five_cnns(),
     "cnn": Recipe(
@@ -82,6 +130,9 @@ RECIPES: dict[str, Recipe] = {
     "googlenet": Recipe("GoogLeNet of torchvision without auxiliary classifiers", 1024, googlenet, last="fc"),
     "mobilenet_v2": Recipe("MobileNet v2 of torchvision", 1280, mobilenet_v2, last="classifier.1"),
     **_transformers(),
+    **_signals(),
+    **_texts(),
+    **_tables(),
 }
 
 NETWORKS: dict[str, str] = {name: recipe.title for name, recipe in RECIPES.items()}
@@ -128,6 +179,9 @@ GROUPS: dict[str, list[str]] = {
     # The head of client i is i modulo 4 here while the extractor is i modulo 8, so eight members cover both.
     "htfe8-htc4": [f"{network}{head}" for network, head in zip(_EIGHT, _HEADS * 2, strict=True)],
     "htm10": [*_EIGHT, "vit_b_16", "vit_b_32"],
+    "signal4": list(_signals()),
+    "text4": list(_texts()),
+    "tabular4": list(_tables()),
 }
 
 GROUP_TITLES: dict[str, str] = {
@@ -141,6 +195,9 @@ GROUP_TITLES: dict[str, str] = {
     "res34-htc4": "ResNet-34 with 4 different heads (FedTGP)",
     "htfe8-htc4": "8 different extractors with 4 different heads (FedTGP)",
     "htm10": "10 different networks, 2 of them transformers (later work on FedTGP's setting)",
+    "signal4": "4 CNNs of different sizes for signals (channels, length)",
+    "text4": "4 different networks for token ids",
+    "tabular4": "4 MLPs of different depths and widths for tables",
 }
 
 AUXILIARIES: dict[str, str] = {
@@ -149,11 +206,15 @@ AUXILIARIES: dict[str, str] = {
     "htfe3": "resnet10",
     "htfe5": "googlenet",
     "htfe9": "resnet4",
+    "signal4": "signal_cnn4",
+    "text4": "text_cnn",
+    "tabular4": "tabular_mlp4",
 }
 """The small common network of mutual-learning methods in each group."""
 
-# The networks of these groups differ in their number of features; FedTGP pools all of them to 512.
+# The networks of all other groups differ in their number of features; FedTGP pools all of them to 512.
 _POOLED_FEATURES = 512
+_EQUAL_FEATURES = ("papers", "signal4", "text4", "tabular4")
 
 
 def default_features(models: object) -> int | None:
@@ -162,7 +223,7 @@ def default_features(models: object) -> int | None:
     >>> default_features("htfe8"), default_features("papers"), default_features("cnn1,htfe2")
     (512, None, 512)
     """
-    return next((_POOLED_FEATURES for group in _named_groups(models) if group != "papers"), None)
+    return next((_POOLED_FEATURES for group in _named_groups(models) if group not in _EQUAL_FEATURES), None)
 
 
 def default_auxiliary(models: object) -> str | None:

@@ -10,13 +10,18 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from polyfed.errors import InputError, unknown_name
+from polyfed.shapes import TokenShape
 
 
 def image_shape(input_shape: Sequence[int], name: str) -> tuple[int, int, int]:
     """Channels, height and width, or an error where the shape is not that of an image."""
     if len(input_shape) != 3 or min(input_shape) < 1:
         shape = tuple(input_shape)
-        raise InputError(f"{name} needs images of shape (channels, height, width), not {shape}.")
+        tokens = isinstance(input_shape, TokenShape)
+        what = f"token ids of shape {shape}" if tokens else f"{shape}"
+        kinds = {1: "text4 for token ids" if tokens else "tabular4 for tables", 2: "signal4 for signals"}
+        other = f" (networks for other data: --models {kinds[len(shape)]})" if len(shape) in kinds else ""
+        raise InputError(f"{name} needs images of shape (channels, height, width), not {what}{other}.")
     channels, height, width = input_shape
     return channels, height, width
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from polyfed.errors import InputError, first_line, unknown_name
 from polyfed.models.dryrun import Call, Trace, dry_run, example_images
 from polyfed.models.layers import Match, check_match, check_sizes, match_layer, seed_dropout
+from polyfed.shapes import as_shape
 
 
 class SplitNetwork(nn.Module):
@@ -65,7 +66,7 @@ def split_network(
     name = name or type(network).__name__
     _check_kind(network, name)
     network = seed_dropout(_copy(network, name))
-    images = example_images(network, tuple(input_shape))
+    images = example_images(network, as_shape(input_shape))
     if isinstance(network, SplitNetwork):
         return _checked(network, images, classes, features, name)
     trace = dry_run(network, images, name, lambda path, layer: _may_be_head(path, layer, head))
@@ -187,8 +188,8 @@ def _with_features(
 ) -> SplitNetwork:
     """The same extractor, brought to another number of features where its head was, and a new linear head."""
     with images.device:
-        matcher = match_layer(split.feature_size, features, match).to(images.dtype)
-        head = nn.Linear(features, classes).to(images.dtype)
+        matcher = match_layer(split.feature_size, features, match).float()
+        head = nn.Linear(features, classes).float()
     matched = SplitNetwork(_replace(split.extractor, placeholder, matcher), head, features)
     matched.training = split.training
     return matched

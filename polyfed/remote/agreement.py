@@ -9,6 +9,7 @@ from typing import Any
 
 from polyfed.errors import InputError, unknown_name
 from polyfed.remote.transport import Patience
+from polyfed.shapes import TokenShape
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Agreement:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     """How pixels are normalised: the same everywhere, whatever each site's own images are."""
+    vocabulary: int | None = None
+    padding: int | None = None
+    """What a dataset says about its token ids, where samples are such."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Public keys by member, where the transport checks them."""
     reply_timeout: float = 600.0
@@ -41,6 +45,11 @@ class Agreement:
                 f"the members are clients {sorted(self.members.values())}, but must be numbered from 0 to "
                 f"{len(self.members) - 1}, each once."
             )
+        if isinstance(self.input_shape, TokenShape):  # plain values only, which survive JSON
+            shape = self.input_shape
+            plain = {"input_shape": tuple(shape), "vocabulary": shape.vocabulary, "padding": shape.padding}
+            for name, value in plain.items():
+                object.__setattr__(self, name, value)
         enough = self.enough_replies
         if enough is not None and (not _is_number(enough, int) or not 1 <= enough <= len(self.members)):
             raise InputError(

@@ -219,6 +219,7 @@ def test_every_group_has_an_auxiliary_network() -> None:
     assert {group: default_auxiliary(group) for group in GROUPS} == {
         "papers": "cnn5", "htfe2": "cnn", "htfe3": "resnet10", "htfe4": "cnn", "htfe5": "googlenet", "htfe8": "cnn",
         "htfe9": "resnet4", "res34-htc4": "cnn", "htfe8-htc4": "cnn", "htm10": "cnn",
+        "signal4": "signal_cnn4", "text4": "text_cnn", "tabular4": "tabular_mlp4",
     }  # fmt: skip
     assert default_auxiliary(["cnn1", "HTFE3"]) == "resnet10"
 
