@@ -92,7 +92,10 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         {name: example.head_name for name, example in examples.items()},
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
-        notes=describe_test_set(dataset, config.split, config.test_set, clients),
+        notes=[
+            *describe_test_set(dataset, config.split, config.test_set, clients),
+            *(remark for example in examples.values() for remark in example.remarks),
+        ],
         devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
     return rehearse(population, examples)

@@ -18,7 +18,7 @@ from polyfed.seeds import others_restored
 from polyfed.shapes import noise
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """What went into a layer and came out of it."""
 
@@ -30,16 +30,10 @@ class Call:
 
 @dataclass
 class Trace:
-    """What a dry run saw: the network's output, the layers in the order in which they finished, the watched calls."""
+    """What a dry run saw: the network's output, and the watched calls in the order in which they finished."""
 
     output: object = None
-    finished: list[str] = field(default_factory=list)
     watched: list[Call] = field(default_factory=list)
-
-    def layers_after(self, name: str) -> list[str]:
-        """The layers that finished after the last call of the layer `name`, without those that contain it."""
-        position = len(self.finished) - 1 - self.finished[::-1].index(name)
-        return [later for later in self.finished[position + 1 :] if later and not name.startswith(f"{later}.")]
 
 
 def dry_run(
@@ -111,7 +105,6 @@ def _leave(
     trace: Trace, entered: list[str], path: str, watched: bool, layer: nn.Module, inputs: Any, output: Any
 ) -> None:
     entered.pop()
-    trace.finished.append(path)
     if watched:
         trace.watched.append(Call(path, layer, inputs, output))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.models import GROUPS
@@ -56,3 +57,44 @@ def test_methods_of_other_families_train_on_token_ids(tmp_path: Path, method: st
     run = support.federation(tmp_path, method, models=[models], dataset=KINDS["text4"](), clients=4)
     run.run()
     assert (run.folder.rounds().replies == 4).all()
+
+
+class Named(nn.Module):
+    """Returns a dictionary, with a convolution as its classifier."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(1, 6, 3)
+        self.classifier, self.end = nn.Conv2d(6, classes, 1), nn.ReLU()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        answers = self.end(self.classifier(self.body(x).relu()))
+        return {"features": x, "logits": answers.mean((2, 3))}
+
+
+class Twin(nn.Module):
+    """Its head shares a weight with its extractor, and is followed by an activation."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.narrow, self.widen, self.out = nn.Linear(36, classes), nn.Linear(classes, 36), nn.Linear(36, classes)
+        self.out.weight = self.narrow.weight
+        self.end = nn.Tanh()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.widen(self.narrow(x.flatten(1)).relu()).relu()
+        return self.end(self.out(features)), features
+
+
+@pytest.mark.parametrize("network", [Named, Twin])
+def test_all_engines_agree_on_networks_that_end_in_other_ways(tmp_path: Path, network: type[nn.Module]) -> None:
+    runs = []
+    for engine in (SequentialEngine, ThreadsEngine, VectorizedEngine):
+        run = support.federation(tmp_path / engine.__name__, "fedavg", engine, models=[network])
+        run.run()
+        run.engine.close()
+        runs.append(run)
+    assert runs[2].engine.notes == []
+    assert any(network.__name__ in remark for remark in runs[0].engine.remarks)
+    for run in runs[1:]:
+        np.testing.assert_allclose(run.folder.rounds().loss_mean, runs[0].folder.rounds().loss_mean, rtol=1e-4)
