@@ -36,6 +36,7 @@ from polyfed.models import (
     smallest,
 )
 from polyfed.models.factories import FromInstance
+from polyfed.models.libraries import FromLibrary
 from polyfed.population import Population
 from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
@@ -139,9 +140,13 @@ def data_facts(dataset: Dataset, clients: Iterable[ClientData]) -> dict[str, str
 
 
 def _look(architecture: Architecture, example: SplitNetwork) -> str:
-    """A hash of a network's layers, and of its weights if they were given rather than drawn."""
+    """A hash of a network's layers, and of its weights if they were given rather than drawn.
+
+    Other libraries' encoders have both, and so their architecture's name stands for them.
+    """
     layers = "\n".join(f"{name} {type(layer).__name__}" for name, layer in example.named_modules())
-    values = isinstance(architecture.maker, FromInstance)
+    maker = architecture.maker
+    values = isinstance(maker, FromInstance) or (isinstance(maker, FromLibrary) and maker.weights is not None)
     return _hash(example.state_dict(), values=values, layers=layers)
 
 

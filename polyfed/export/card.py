@@ -17,6 +17,7 @@ from polyfed.data import Dataset
 from polyfed.errors import InputError
 from polyfed.models import Architecture
 from polyfed.models.catalogue import FromCatalogue
+from polyfed.models.libraries import FromLibrary
 from polyfed.population import Population
 from polyfed.settings import Settings
 from polyfed.shapes import TokenShape, kind_of
@@ -190,6 +191,8 @@ def run_card(config: Experiment, population: Population) -> RunCard:
 def _network(architecture: Architecture, config: Experiment, head_name: str, *, is_member: bool) -> NetworkCard:
     if isinstance(architecture.maker, FromCatalogue):
         return NetworkCard(kind="named", source=architecture.name, head_name=head_name)
+    if isinstance(architecture.maker, FromLibrary):  # without its file of weights: the model has its own
+        return NetworkCard(kind="named", source=architecture.maker.title, head_name=head_name)
     source = config.models if is_member or config.auxiliary is None else config.auxiliary
     kind: Literal["address", "python"] = "python" if source.startswith(PYTHON) else "address"
     return NetworkCard(kind=kind, source=source, head_name=head_name)

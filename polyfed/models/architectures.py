@@ -9,11 +9,12 @@ from typing import Literal, Protocol, TypeAlias, get_args
 import torch
 from torch import nn
 
-from polyfed.addresses import load_object
+from polyfed.addresses import is_library, load_object
 from polyfed.errors import InputError, unknown_name
 from polyfed.models.catalogue import GROUPS, NETWORKS, FromCatalogue
 from polyfed.models.factories import FromFactory, FromInstance, factory_name
 from polyfed.models.layers import HEADS, Match, check_match, check_sizes
+from polyfed.models.libraries import from_library
 from polyfed.models.split import SplitNetwork
 from polyfed.seeds import numpy_generator
 from polyfed.shapes import as_shape
@@ -63,10 +64,10 @@ def resolve(models: Models, head: Head = None) -> list[Architecture]:
     """The architectures that a description names, in order.
 
     A description is a name ("resnet18", "resnet34+mlp256"), a group ("papers"), several with commas between them, the
-    address of the user's own ("package.module:factory"), a network class, a function that returns a network, a
-    network (copied for every build), or a list of all these. `head` names the layer at which networks of the user's own
-    are split, instead of their last linear layer: one name for all, several (with commas between them, or a list) in
-    the order of these networks, or a mapping from their names.
+    name of another library's ("timm:NAME"), the address of the user's own ("package.module:factory"), a network class,
+    a function that returns a network, a network (copied for every build), or a list of all these. `head` names the
+    layer at which networks of the user's own are split, instead of their last linear layer: one name for all, several
+    (with commas between them, or a list) in the order of these networks, or a mapping from their names.
     """
     found = _distinct(_resolve(models))
     if not found:
@@ -168,6 +169,9 @@ def _resolve(models: object) -> list[Architecture]:
 
 def _named(name: str) -> list[Architecture]:
     """The architectures of one name."""
+    if is_library(name):
+        maker = from_library(name)
+        return [Architecture(maker.title, maker)]
     if ":" in name:
         found = _resolve(load_object(name))
         # One object keeps its address as its name, so that a run's record says where it came from.
