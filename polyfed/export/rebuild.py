@@ -45,7 +45,7 @@ def rebuilt(
     """The method, and a new network of this name with the method's modules beside it; `where` is what errors name."""
     with trusting(trust):
         found = {name: _architecture(card, name, models, trust, where) for name in card.networks}
-        unknown = {network, card.common, card.auxiliary} - found.keys()
+        unknown = {network, card.common or network, card.auxiliary} - found.keys()
         if unknown:
             raise InputError(f"{where} is damaged (it describes no network '{sorted(unknown)[0]}'): restore it.")
         inputs = card.inputs
@@ -54,7 +54,7 @@ def rebuilt(
             classes=inputs.classes,
             rounds=card.rounds,
             seed=card.seed,
-            architecture=found[card.common],
+            architecture=found[card.common] if card.common else None,
             auxiliary=found[card.auxiliary],
             feature_size=card.feature_size,
             features=card.features,

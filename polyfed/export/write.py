@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyfed import api
-from polyfed.assemble import data_facts, deal, named_data
+from polyfed.assemble import data_facts, dealt, named_data
 from polyfed.data import Dataset
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import InputError, RunError
@@ -98,8 +98,7 @@ def _samples(folder: RunFolder, card: RunCard, client: int, data: Dataset | None
     """The client's test samples if the run's data are there, otherwise random ones."""
     config = located(folder.read_config(trust=trust), folder.began_in)
     try:
-        dataset = data or named_data(config)
-        parts = deal(config, dataset)
+        dataset, parts = dealt(config, data or named_data(config))
         folder.check_facts(data_facts(dataset, parts), complete=False)
     except InputError:
         if data is not None:  # what the user gives is used or refused
@@ -148,7 +147,7 @@ def _describe(
 
 
 def _needed(card: RunCard, name: str) -> dict[str, NetworkCard]:
-    return {each: card.networks[each] for each in dict.fromkeys((name, card.common, card.auxiliary))}
+    return {each: card.networks[each] for each in dict.fromkeys((name, card.common or name, card.auxiliary))}
 
 
 def _layers(network: ClientNetwork, head_name: str) -> dict[str, str]:

@@ -27,9 +27,6 @@ class Agreement:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     """How pixels are normalised: the same everywhere, whatever each site's own images are."""
-    vocabulary: int | None = None
-    padding: int | None = None
-    """What a dataset says about its token ids, where samples are such."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Public keys by member, where the transport checks them."""
     reply_timeout: float = 600.0
@@ -38,6 +35,13 @@ class Agreement:
     """Valid answers after which a round need not wait for the rest; None: it waits for all."""
     grace: float = 0.0
     """Seconds that the rest still has when there are enough."""
+    minimum_members: int | None = None
+    """With fewer members present the run pauses; None: all are needed."""
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    """What the members agreed on, as plain values; every site compares it with its own before it joins."""
+    vocabulary: int | None = None
+    padding: int | None = None
+    """What a dataset says about its token ids, where samples are such."""
 
     def __post_init__(self) -> None:
         if sorted(self.members.values()) != list(range(len(self.members))):
@@ -50,12 +54,13 @@ class Agreement:
             plain = {"input_shape": tuple(shape), "vocabulary": shape.vocabulary, "padding": shape.padding}
             for name, value in plain.items():
                 object.__setattr__(self, name, value)
-        enough = self.enough_replies
-        if enough is not None and (not _is_number(enough, int) or not 1 <= enough <= len(self.members)):
-            raise InputError(
-                f"enough_replies is {enough!r}, but must be a whole number from 1 to {len(self.members)}, the number "
-                "of members, or none."
-            )
+        for name in ("enough_replies", "minimum_members"):
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value, int) or not 1 <= value <= len(self.members)):
+                raise InputError(
+                    f"{name} is {value!r}, but must be a whole number from 1 to {len(self.members)}, the number of "
+                    "members, or none."
+                )
         if not _is_number(self.grace, int, float) or not 0 <= self.grace < math.inf:
             raise InputError(f"grace is {self.grace!r}, but must be a number of seconds at least 0.")
         if not _is_number(self.reply_timeout, int, float) or not 0 < self.reply_timeout < math.inf:
@@ -65,6 +70,11 @@ class Agreement:
     def patience(self) -> Patience:
         """How long the server waits for answers."""
         return Patience(self.reply_timeout, self.enough_replies, self.grace)
+
+    @property
+    def quorum(self) -> int:
+        """How many members must be present for a round."""
+        return len(self.members) if self.minimum_members is None else self.minimum_members
 
     def number(self, name: str) -> int:
         """As which client a member takes part."""
@@ -89,3 +99,28 @@ class Agreement:
 
 def _is_number(value: object, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def first_difference(own: Any, other: Any, path: str = "") -> str | None:
+    """The first value in which two agreements' terms differ, in words; None if they are the same.
+
+    >>> first_difference({"training": {"lr": 0.05}}, {"training": {"lr": 0.1}})
+    'training.lr is 0.05 here and 0.1 at the server'
+    """
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        for name in dict.fromkeys([*own, *other]):
+            found = first_difference(own.get(name), other.get(name), f"{path}.{name}" if path else str(name))
+            if found:
+                return found
+        return None
+    if _plain(own) == _plain(other):
+        return None
+    return f"{path} is {_shown(own)} here and {_shown(other)} at the server"
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else str(value)[:100]
