@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from polyfed.cli.base import complete_method, out_console
+from polyfed.cli.base import Quiet, Trust, complete_method, out_console, watch
 from polyfed.cli.keys import keys
 from polyfed.deploy.templates import federation_text
 from polyfed.errors import InputError
+from polyfed.report import tables
 from polyfed.starter import write_new
 
 app = typer.Typer(
@@ -49,5 +50,24 @@ def _listed(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
+def run(
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="the terms")] = Path("federation.yaml"),
+    trust: Trust = False,
+    quiet: Quiet = False,
+) -> None:
+    """Lead the run: listen for members, and ask them. The same command continues it after a crash."""
+    from polyfed.deploy.serve import serve  # with Flower, which takes a second to import
+
+    result = watch(quiet, lambda watcher: serve(file, watcher, trust=trust), lambda watcher: _stopped(file))
+    if not quiet:
+        out_console.print(tables.summary_table(result.summary()))
+    out_console.print(str(result.path), soft_wrap=True)
+
+
+def _stopped(file: Path) -> str:
+    return f"stopped at once; `polyfed server run {file}` continues."
+
+
 app.command("init")(init)
 app.command("keys")(keys)
+app.command("run")(run)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from polyfed.addresses import trusting
-from polyfed.cli.base import AsJson, Trust, error_console, out_console, show_list
+from polyfed.cli.base import AsJson, Quiet, Trust, error_console, out_console, show_list
 from polyfed.deploy import show
 from polyfed.deploy.announce import announce
 from polyfed.deploy.member import read_member
@@ -62,5 +62,20 @@ def check(file: SiteFile = Path("site.yaml"), trust: Trust = False, as_json: AsJ
         error_console.print(f"polyfed: {warning}", soft_wrap=True)
 
 
+def run(file: SiteFile = Path("site.yaml"), trust: Trust = False, quiet: Quiet = False) -> None:
+    """Take part: connect, and train when asked. The same command continues after a crash."""
+    from polyfed.deploy.take_part import take_part  # with Flower, which takes a second to import
+
+    def tell(line: str) -> None:
+        if not quiet:
+            out_console.print(line, soft_wrap=True)
+
+    with trusting(trust):
+        member = read_member(file, trust=trust)
+        take_part(member, tell)
+    out_console.print(str(member.settings.folder), soft_wrap=True)
+
+
 app.command("init")(init)
 app.command("check")(check)
+app.command("run")(run)

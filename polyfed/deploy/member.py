@@ -159,8 +159,15 @@ class Member:
 
     def site(self, population: Population | None = None, folder: Path | None = None) -> Site:
         """What answers the server; its state is in the member's folder, or in another."""
-        place = folder or self.settings.folder
-        return Site(self.name, self.terms.agreement(), population or self.population(), place)
+        own = self.settings
+        return Site(
+            self.name,
+            self.terms.agreement(),
+            population or self.population(),
+            folder or own.folder / "rounds",
+            share=own.share,
+            terms=self.terms.difference,
+        )
 
 
 def read_member(path: Path, *, trust: bool = False) -> Member:

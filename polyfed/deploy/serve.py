@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from polyfed.api import explained, record_start
 from polyfed.assemble import find_device
@@ -20,15 +18,15 @@ from polyfed.server.federation import Federation, Watcher
 from polyfed.trackers.fed import run_tracked
 
 
-def serve(path: Path, watcher: Watcher, *, trust: bool = False) -> Mapping[str, Any]:
-    """Lead the run to its end, from where it stands; returns its summary."""
+def serve(path: Path, watcher: Watcher, *, trust: bool = False) -> RunFolder:
+    """Lead the run to its end, from where it stands; returns its folder."""
     check_installed()
     terms = read_terms(path, trust=trust)
     own = terms.server
     check_pair(own.certificate, own.key)
     folder = open_folder(terms, path)
     if folder.finished:
-        return folder.summary()
+        return folder
     place = host_and_port(own.listen)
     if place is None:
         raise InputError(f"server.listen is '{own.listen}', but must be an address and a port, such as 0.0.0.0:9443.")
@@ -50,9 +48,9 @@ def serve(path: Path, watcher: Watcher, *, trust: bool = False) -> Mapping[str, 
             record_start(federation, machine_name(device))
             for problem in problems:
                 federation.note(problem)
-            summary = run_tracked(federation)
-            engine.finish({client: federation.download(client) for client in engine.available()})
-            return summary
+            run_tracked(federation)
+            engine.finish(config.rounds, {client: federation.download(client) for client in engine.available()})
+            return folder
         finally:
             fleet.close()
 

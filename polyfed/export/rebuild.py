@@ -126,9 +126,7 @@ def with_last_knowledge(
 ) -> State:
     """A client's state after one more download, as far as it holds nothing but the server's knowledge."""
     download = method.download(server, client, knowledge.classes if method.announces_classes else None)
-    changed = method.receive(state, download, knowledge)
-    fresh = {name: tensor for name, tensor in changed.items() if name.split(".")[0] in method.kept_fresh}
-    return {**state, **fresh}
+    return method.refreshed(state, download, knowledge)
 
 
 def last_server(method: Method, folder: RunFolder, seed: int, rounds: int) -> Server:

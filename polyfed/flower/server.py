@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,12 @@ class FlowerTransport(Transport):
                 self._forgive(name)
         return [name for name in self._link.connected() if name not in self._owed]
 
+    def present(self) -> Collection[str]:
+        return self._link.connected()
+
+    def connection(self, node: str) -> Hashable:
+        return self._link.connection(node)
+
     def ask(
         self,
         kind: Kind,
@@ -72,6 +78,7 @@ class FlowerTransport(Transport):
         done: Callable[[str], None] = lambda node: None,
     ) -> dict[str, Packet]:
         begin = self._clock()
+        self._link.largest_reply = self.largest_reply
         there = set(self._link.connected())
         for name in packets:
             self._forgive(name)
@@ -123,12 +130,11 @@ class Fleet:
         certificate: Path,
         key: Path,
         place: tuple[str, int],
-        largest_reply: int,
     ) -> None:
-        """Members by name with their public keys; host and port; how many bytes an answer may have."""
+        """Members by name with their public keys; where to listen, as host and port."""
         host, port = place
         factory = ObjectStoreFactory()
-        self.link = Link(members, factory.store(), largest_reply)
+        self.link = Link(members, factory.store())
         self.transport = FlowerTransport(self.link)
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -6,6 +6,7 @@ It is made anew whenever the server starts. The run's own checkpoint and the sit
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -26,8 +27,7 @@ from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.superlink.federation import NoOpFederationManager
 
-from polyfed.errors import BadMessage
-from polyfed.flower.wire import CHUNK, TYPES, content_of, packet_of
+from polyfed.flower.wire import CHUNK, TYPES, answer_of, content_of
 from polyfed.remote.transport import Kind, Packet
 
 SMALL_OBJECTS = 16
@@ -37,10 +37,12 @@ SMALL_OBJECTS = 16
 class Link(InMemoryLinkState):
     """Flower's state of a SuperLink, with one run and a fixed list of members."""
 
-    def __init__(self, members: Mapping[str, EllipticCurvePublicKey], store: ObjectStore, largest_reply: int) -> None:
+    def __init__(self, members: Mapping[str, EllipticCurvePublicKey], store: ObjectStore) -> None:
         super().__init__(NoOpFederationManager(), store)
         self.federation_manager.linkstate = self
-        self._most_objects = largest_reply // CHUNK + 1 + SMALL_OBJECTS
+        self.largest_reply: int | None = None
+        """Bytes that an answer's message may have."""
+        self._activations: Counter[int] = Counter()
         self._refused: dict[str, str] = {}
         """Why the answer to a question was refused when it came in."""
         self._numbers = {
@@ -72,13 +74,16 @@ class Link(InMemoryLinkState):
                         del self.message_ins_id_to_message_res_id[message_id]
                         del self.message_res_store[answer]
                     question.metadata.delivered_at = ""
+            self._activations[node_id] += 1
             return super().activate_node(node_id, heartbeat_interval)
 
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
         question = message.metadata.reply_to_message_id
-        if question and sum(1 for _ in iterate_object_tree(object_tree)) > self._most_objects:
+        pieces = sum(1 for _ in iterate_object_tree(object_tree))
+        largest = self.largest_reply
+        if question and largest is not None and pieces > largest // CHUNK + 1 + SMALL_OBJECTS:
             with self.lock:
                 self._refused[question] = "its answer is too large."
             return False, []
@@ -88,6 +93,10 @@ class Link(InMemoryLinkState):
         """The members whose heartbeats have come."""
         there = self.get_nodes(self._run)
         return [name for name, number in self._numbers.items() if number in there]
+
+    def connection(self, name: str) -> int:
+        """How often that member has connected."""
+        return self._activations[self._numbers[name]]
 
     def ask(self, name: str, kind: Kind, packet: Packet, seconds: float) -> str:
         """Put a question where that member finds it for so many seconds; returns the question's id."""
@@ -127,13 +136,10 @@ class Link(InMemoryLinkState):
             self.withdraw(question)
         try:
             message = inflate_object_from_contents(place, contents)
-            if not isinstance(message, Message):
-                raise BadMessage("it is not one of polyfed's messages.")
+            assert isinstance(message, Message)
             if message.has_error():
                 return Packet({"failure": str(message.error.reason)[:500]})
-            return packet_of(message.content)
-        except BadMessage as error:
-            return Packet({"failure": str(error)})
+            return answer_of(message.content, self.largest_reply)
         except Exception:  # whatever Flower makes of bytes that a member invented
             return Packet({"failure": "its answer can't be read."})
 

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from polyfed.errors import BadMessage
 from polyfed.remote.transport import Kind, Packet
 
-TYPES: dict[Kind, str] = {"join": "query.join", "train": "train", "evaluate": "evaluate"}
+TYPES: dict[Kind, str] = {"join": "query.join", "train": "train", "evaluate": "evaluate", "finish": "query.finish"}
 """What a question is called between Flower's two sides."""
 KINDS: dict[str, Kind] = {name: kind for kind, name in TYPES.items()}
 
@@ -26,10 +26,22 @@ def content_of(packet: Packet) -> RecordDict:
 
 def packet_of(content: Any) -> Packet:
     """What `content_of` gave; anything else raises `BadMessage`."""
+    return Packet.from_bytes(*_bytes_of(content))
+
+
+def answer_of(content: Any, largest: int | None) -> Packet:
+    """A site's answer, whose message may have that many bytes; a failure in words if it can't be accepted."""
+    try:
+        return Packet.received(*_bytes_of(content), largest)
+    except BadMessage as error:
+        return Packet({"failure": str(error)})
+
+
+def _bytes_of(content: Any) -> tuple[bytes, bytes]:
     try:
         facts, message = content["facts"]["json"], content["message"]["safetensors"].data
     except (KeyError, TypeError, AttributeError) as error:
         raise BadMessage("it is not one of polyfed's messages.") from error
     if not isinstance(facts, bytes) or not isinstance(message, bytes):
         raise BadMessage("it is not one of polyfed's messages.")
-    return Packet.from_bytes(facts, message)
+    return facts, message

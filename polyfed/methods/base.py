@@ -312,6 +312,12 @@ class Method:
         """The entries of the client's state that a download changes; by default those of the same names."""
         return dict(message.tensors)
 
+    def refreshed(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        """The client's state after one more download, as far as it holds nothing but the server's knowledge."""
+        changed = self.receive(state, message, client) if self.kept_fresh else {}
+        fresh = {name: tensor for name, tensor in changed.items() if name.split(".")[0] in self.kept_fresh}
+        return {**state, **fresh}
+
     def phases(self) -> list[Phase]:
         """The stages of local training, the same in every round; by default the private model on cross entropy."""
         return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs)]

@@ -17,7 +17,7 @@ from polyfed.remote.checks import checked_loss, checked_shares, rules_of
 from polyfed.remote.transport import Kind, Packet, Patience, Transport
 
 JOINING_SECONDS = 60.0
-"""How long a member may take to join: it only has to say who it is."""
+"""How long a member may take to join or to finish: it only has to say who it is, or to keep its model."""
 FIRST_DELAY = 5.0
 """Seconds before the next round after one with too few replies; after each further one twice as long."""
 LONGEST_DELAY = 60.0
@@ -79,6 +79,10 @@ class RemoteEngine(Engine):
         scores = {client: self._shares(answer) for client, answer in answers.items()}
         return {client: score for client, score in sorted(scores.items()) if score is not None}
 
+    def finish(self, round: int, downloads: Mapping[int, Message]) -> None:
+        """Tell these clients that the run is over, with what the server knows at its end."""
+        self._ask("finish", {client: Packet({"round": round}, message) for client, message in downloads.items()})
+
     def restore(self, round: int, states: Mapping[int, State]) -> None:
         """Sites keep their own states, and know from a request's round where the run stands."""
 
@@ -98,7 +102,7 @@ class RemoteEngine(Engine):
             for client, packet in packets.items()
         }
         numbers, patience = self.agreement.members, self.agreement.patience
-        if kind == "join":  # whoever is there is waited for
+        if kind in ("join", "finish"):  # whoever is there is waited for
             patience = Patience(min(patience.timeout, JOINING_SECONDS))
         answers = self.transport.ask(kind, addressed, patience, lambda name: done(numbers[name]))
         return {numbers[name]: answer for name, answer in answers.items() if name in addressed}

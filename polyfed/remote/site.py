@@ -41,6 +41,7 @@ class Site:
 
     `share` is what it tells of its results: shares of correct predictions and the training loss, or nothing. `terms`
     are those that this site agreed to (by default the agreement's), or a function that compares them with the server's.
+    `keep` is given the client's final state when the run is finished.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class Site:
         *,
         share: Share = "scores",
         terms: Mapping[str, Any] | Compare | None = None,
+        keep: Callable[[State], None] = lambda state: None,
     ) -> None:
         if share not in get_args(Share):
             raise InputError(f"share is {share!r}, but must be 'scores' or 'nothing'.")
         self.share = share
+        self._keep = keep
         own = agreement.terms if terms is None else terms
         self._difference = own if callable(own) else partial(first_difference, own)
         self.name = name
@@ -82,7 +85,13 @@ class Site:
                 asked = str(packet.facts.get("name"))[:100]
                 if asked != self.name:
                     raise InputError(f"site '{self.name}' was asked as '{asked}': compare names and keys.")
-                return {"join": self._join, "train": self._train, "evaluate": self._evaluate}[kind](packet)
+                answers = {
+                    "join": self._join,
+                    "train": self._train,
+                    "evaluate": self._evaluate,
+                    "finish": self._finish,
+                }
+                return answers[kind](packet)
             except (DivergedError, InputError) as error:
                 self._at = None
                 return Packet({"failure": str(error)})
@@ -134,6 +143,14 @@ class Site:
         received = {} if packet.message is None else {self.client: packet.message}
         scores = self._engine.evaluate([self.client], int(packet.facts["round"]), received)
         return Packet({"evaluation": scores[self.client].told()})
+
+    def _finish(self, packet: Packet) -> Packet:
+        """Keep the final state; where the method predicts with what the server knows, with what it knew at the end."""
+        self._go_to(self._diary.newest)
+        state, method = self._engine.get_state(self.client), self.population.method
+        knowledge = self.population.knowledge(self.client, int(packet.facts["round"]))
+        self._keep(method.refreshed(state, packet.message or Message(), knowledge))
+        return Packet()
 
     def _go_to(self, entry: Entry | None) -> None:
         """Load the state after that round, or the initial weights."""

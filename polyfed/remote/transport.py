@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from polyfed.errors import BadMessage, RunError
 from polyfed.message import Message
 
-Kind: TypeAlias = Literal["join", "train", "evaluate"]
+Kind: TypeAlias = Literal["join", "train", "evaluate", "finish"]
 LARGEST_FACTS = 100_000
 """Bytes that the facts beside a message may have; they are a few numbers and words."""
 

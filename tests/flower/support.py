@@ -32,7 +32,8 @@ class Federation:
         """Start the server; again on the same port after `close`, like one that was killed."""
         members = {name: keys.read_public_key(line) for name, line in self.public.items()}
         where = [self.folder / f"{certificate}.{kind}" for kind in ("crt", "key")]
-        self.fleet = Fleet(members, where[0], where[1], ("127.0.0.1", port), LARGEST)
+        self.fleet = Fleet(members, where[0], where[1], ("127.0.0.1", port))
+        self.fleet.transport.largest_reply = LARGEST
         self.fleet.start()
         return self.fleet
 
