@@ -13,14 +13,17 @@ from polyfed.errors import InputError, unknown_name
 from polyfed.shapes import TokenShape
 
 
-def image_shape(input_shape: Sequence[int], name: str) -> tuple[int, int, int]:
-    """Channels, height and width, or an error where the shape is not that of an image."""
+def image_shape(input_shape: Sequence[int], name: str, *, network: bool = True) -> tuple[int, int, int]:
+    """Channels, height and width, or an error where the shape is not that of an image.
+
+    `network`: whether other networks would be a remedy.
+    """
     if len(input_shape) != 3 or min(input_shape) < 1:
         shape = tuple(input_shape)
         tokens = isinstance(input_shape, TokenShape)
         what = f"token ids of shape {shape}" if tokens else f"{shape}"
         kinds = {1: "text4 for token ids" if tokens else "tabular4 for tables", 2: "signal4 for signals"}
-        other = f" (networks for other data: --models {kinds[len(shape)]})" if len(shape) in kinds else ""
+        other = f" (networks for other data: --models {kinds[len(shape)]})" if network and len(shape) in kinds else ""
         raise InputError(f"{name} needs images of shape (channels, height, width), not {what}{other}.")
     channels, height, width = input_shape
     return channels, height, width
@@ -197,7 +200,7 @@ class ProxyExtractor(nn.Module):
 
     def __init__(self, input_shape: Sequence[int], filters: int = 8, activation: Activation = "relu") -> None:
         super().__init__()
-        channels, _, _ = image_shape(input_shape, "the proxy extractor")
+        channels, _, _ = image_shape(input_shape, "the proxy extractor", network=False)
         if filters < 1:
             raise InputError(f"the proxy extractor needs at least 1 filter, not {filters}.")
         if activation not in _ACTIVATIONS:
