@@ -99,7 +99,7 @@ class Announcement:
             facts.pop(FAILURE)
             announced: Mapping[str, Any] = {"round": 0}
         else:
-            announced = {"join": self.join, "train": self.train, "evaluate": self.evaluate}[kind]
+            announced = {"join": self.join, "train": self.train, "evaluate": self.evaluate, "finish": {}}[kind]
         found = _unannounced_fact("", facts, announced, same=kind == "join")
         if found is None and answer.message is not None:
             found = self._unannounced_entry(answer.message) if kind == "train" else "a message with tensors"
@@ -129,7 +129,7 @@ def announce(member: Member, population: Population | None = None) -> Announceme
         joining = member.site(population, Path(folder) / "join")
         trying = member.site(_shortened(population, client), Path(folder) / "trial")
         try:
-            run = {"run": member.terms.name}
+            run = {"run": member.terms.name, "name": member.name, "terms": member.terms.plain()}
             join = _answer(joining, "join", Packet(run))
             question = Packet({**run, "round": 1, "score": True}, _first_download(population, client))
             train = _answer(trying, "train", question)
@@ -177,9 +177,9 @@ def _shortened(population: Population, client: int) -> Population:
     own, size, method = population.data[client], population.training.batch_size, population.method
     labels = population.labels[own.train].tolist()
     firsts = {label: place for place, label in reversed(list(enumerate(labels)))}
-    rest = [place for place in range(len(labels)) if place not in set(firsts.values())]
-    count = max(2, size) - len(firsts)
-    chosen = sorted([*firsts.values(), *rest[: max(0, count)]])
+    seen = set(firsts.values())
+    rest = [place for place in range(len(labels)) if place not in seen]
+    chosen = sorted([*seen, *rest[: max(0, max(2, size) - len(seen))]])
     data = ClientData(own.train[chosen], own.validation[:size], own.test[:size])
     return replace(population, data={client: data}, method=_hurried(method))
 

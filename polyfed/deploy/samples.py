@@ -12,39 +12,65 @@ import torch
 from torch import Tensor
 
 from polyfed.addresses import load_object, names_code
-from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, no_dataset
+from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, no_dataset, parse_address
 from polyfed.data.arrays import measured_dataset
 from polyfed.data.files import read_npz
-from polyfed.deploy.terms import CommonTask
+from polyfed.data.own import Address
+from polyfed.data.table_files import read_table
+from polyfed.deploy.groups import CommonTask
 from polyfed.errors import InputError, PolyfedError, first_line, user_place
 
-PATHS = ("npz:", "folder:", "table:")
-"""Sources with a path, which begins where site.yaml is."""
-BY_NAME = ("folder:", "table:")
-"""Sources whose classes have names and no numbers of their own."""
+BY_NAME = ("folder", "table")
+"""Kinds of data whose classes have names and no numbers of their own."""
+MODES = {1: "grey", 3: "colour"}
 
 
-def agreed_samples(data: str, common: CommonTask, folder: Path, data_folder: Path | None = None) -> Dataset:
+def agreed_samples(
+    data: str, common: CommonTask, folder: Path, *, data_folder: Path | None = None, label: str | None = None
+) -> Dataset:
     """The samples that a site's setting `data` names, as the federation agreed on them."""
-    kind = next((kind for kind in PATHS if data.startswith(kind)), "")
-    if names_code(data) and not kind:
+    address = parse_address(data)
+    if address is not None:
+        found = _read(address, common, folder, label)
+    elif names_code(data):
         found = _called(data, common.count, folder)
-    elif kind == "npz:":
-        path = folder / Path(data.removeprefix(kind)).expanduser()
-        images, labels, official_test, names = read_npz(path, path.stem)
-        classes = common.count if names is None else None
-        found = measured_dataset(images, labels, official_test, path.stem, classes, names)
     else:
-        found = load_dataset(f"{kind}{folder / data.removeprefix(kind)}" if kind else data, data_folder)
+        found = load_dataset(data, data_folder, label=label)
     _check_form(found, common)
     return replace(
         found,
-        labels=_agreed_labels(found, common, by_name=kind in BY_NAME),
+        labels=_agreed_labels(found, common, by_name=address is not None and address.kind in BY_NAME),
         classes=common.count,
         class_names=common.names,
         mean=common.mean,
         std=common.std,
     )
+
+
+def _read(address: Address, common: CommonTask, folder: Path, label: str | None) -> Dataset:
+    """Data in files, whose paths begin in the folder of site.yaml."""
+    files = {name: _inside(folder, path) for name, path in address.options.items() if name == "test"}
+    here = replace(address, path=_inside(folder, address.path), options={**address.options, **files})
+    if address.kind == "npz":
+        images, labels, official_test, names = read_npz(here.file, here.name)
+        classes = common.count if names is None else None
+        return measured_dataset(images, labels, official_test, here.name, classes, names)
+    if address.kind == "table":
+        if common.constants is None or "constants" in address.options:
+            raise InputError(
+                "a federation with tables agrees on how columns become numbers: name the file of these constants in "
+                "the terms (task.constants), not in the address; polyfed.data.save_constants writes it."
+            )
+        return read_table(here.with_settings(label=label), common.constants)
+    if address.kind == "folder" and len(common.input_shape) == 3 and common.input_shape[0] in MODES:
+        channels, height, width = common.input_shape
+        agreed = {"size": f"{height}x{width}", "mode": MODES[channels]}
+        here = replace(here, options={**agreed, **here.options})
+    return load_dataset(here.text, label=label)
+
+
+def _inside(folder: Path, path: str) -> str:
+    return str(folder / Path(path).expanduser())
 
 
 def own_object(address: str, folder: Path) -> object:

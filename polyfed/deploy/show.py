@@ -9,9 +9,10 @@ from rich.table import Table
 
 from polyfed.data import ClientData, Dataset
 from polyfed.deploy.announce import Announcement
+from polyfed.deploy.groups import CommonTask
 from polyfed.deploy.keys import check_certificate, public_line, read_private_key
 from polyfed.deploy.member import Member
-from polyfed.deploy.terms import CommonTask, Terms
+from polyfed.deploy.terms import Terms
 from polyfed.errors import InputError
 from polyfed.ranges import typed
 from polyfed.report.tables import plain_table
