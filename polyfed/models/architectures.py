@@ -14,7 +14,7 @@ from polyfed.errors import InputError, unknown_name
 from polyfed.models.catalogue import GROUPS, NETWORKS, FromCatalogue
 from polyfed.models.factories import FromFactory, FromInstance, factory_name
 from polyfed.models.layers import HEADS, Match, check_match, check_sizes
-from polyfed.models.libraries import from_library
+from polyfed.models.libraries import FromLibrary, from_library
 from polyfed.models.split import SplitNetwork
 from polyfed.seeds import numpy_generator
 from polyfed.shapes import as_shape
@@ -73,6 +73,11 @@ def resolve(models: Models, head: Head = None) -> list[Architecture]:
     if not found:
         raise InputError("there are no networks to choose from: name at least one, for example 'cnn1'.")
     own = [a.name for a in found if isinstance(a.maker, FromFactory | FromInstance)]
+    if head is not None and not own and any(isinstance(a.maker, FromLibrary) for a in found):
+        raise InputError(
+            f"head is {head!r}, but it is for networks of your own: those of libraries are split at their last layer, "
+            "so leave it out, or write the network's address (torchvision.models:NAME)."
+        )
     heads = _heads(list(dict.fromkeys(own)), head)
     return [_with_head(architecture, heads.get(architecture.name)) for architecture in found]
 

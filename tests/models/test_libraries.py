@@ -128,6 +128,11 @@ def test_names_and_images_that_do_not_fit_are_refused(name: str, shape: tuple[in
         built(name, shape)
 
 
+def test_a_head_that_would_not_be_used_is_refused() -> None:
+    with pytest.raises(InputError, match="head is 'fc', but it is for networks of your own"):
+        resolve("torchvision:resnet18", head="fc")
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyfed.models.libraries.find_spec", lambda package: None)
     with pytest.raises(InputError, match=r"need the package timm, .* pip install 'polyfed\[timm\]'"):
