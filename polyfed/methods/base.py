@@ -27,8 +27,8 @@ from polyfed.methods.parts.network import Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
+from polyfed.models.catalogue import FromCatalogue
 from polyfed.models.layers import Match
-from polyfed.models.networks import FromCatalogue
 from polyfed.seeds import seeded, torch_generator
 from polyfed.settings import Settings
 
