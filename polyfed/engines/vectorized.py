@@ -4,9 +4,10 @@ A small network's step is limited by the launches of its kernels, not by arithme
 architecture (a cohort) makes one launch serve all of them, and on CUDA a complete step is captured once as a graph and
 replayed, cohorts of different architectures side by side. The numbers are those of the plain loop to float tolerance.
 
-Batch norm looks at all samples of a batch, so clients whose batch norm trains can't be padded to a common shape: each
-is its own cohort. What can't be stacked or captured at all is trained by the plain loop: networks with dropout
-(its masks come from one generator per client), with unusual norms, or that `vmap` can't handle. Both are noted once.
+Batch norm looks at all samples of a batch; that of a cohort knows which of them are padding (stacked/norms.py). Where
+it can't know, each client is its own cohort. What can't be stacked or captured at all is trained by the plain loop:
+networks with dropout (its masks come from one generator per client), with unusual norms, or that `vmap` can't handle.
+Both are noted once.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class VectorizedEngine(LocalEngine):
         """By architecture, why the plain loop trains it."""
         self._normed: dict[str, set[str]] = {}
         """By architecture, the phases in which batch norm trains."""
+        self._single: set[str] = set()
+        """Architectures whose clients are cohorts of one, because their batch norm can't tell what is padding."""
         self._limit = LARGEST_COHORT
         self._apart = True
         """Architectures have streams of their own."""
@@ -127,7 +130,7 @@ class VectorizedEngine(LocalEngine):
         for client in sorted(clients):
             if (self._reason_for_the_loop(client) is None) == stackable:
                 groups.setdefault(self._architecture(client), []).append(client)
-        most = {name: 1 if self._normed[name] else self._limit for name in groups}
+        most = {name: 1 if name in self._single else self._limit for name in groups}
         return [g[i : i + most[name]] for name, g in groups.items() for i in range(0, len(g), most[name])]
 
     def _architecture(self, client: int) -> str:
@@ -182,9 +185,16 @@ class VectorizedEngine(LocalEngine):
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
         """Draw all batches of a cohort, phase by phase."""
-        normed = self._normed[self._architecture(clients[0])]
-        plan = partial(new_plan, self.population, clients, self._width(clients[0]), self._size(clients), round=round)
-        return [plan(phase=phase, pads=phase.name not in normed) for phase in self.population.method.phases()]
+        name, size = self._architecture(clients[0]), self._size(clients)
+        plan = partial(new_plan, self.population, clients, self._width(clients[0]), size, round=round)
+        return [
+            plan(phase=phase, singles=phase.name not in self._normed[name], pads=not self._exact(name, size, phase))
+            for phase in self.population.method.phases()
+        ]
+
+    def _exact(self, name: str, size: int, phase: Phase) -> bool:
+        """Whether nothing is padded in a phase: a single client has PyTorch's own batch norm."""
+        return size == 1 and phase.name in self._normed[name]
 
     def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
         """Whether everyone takes part, so the next round has the same cohorts, with few enough samples."""
@@ -228,7 +238,7 @@ class VectorizedEngine(LocalEngine):
                 flops.of_round(dict(zip(names, own, strict=True)), len(people.data[client].train))
                 for client, own in zip(clients, seen, strict=True)
             ]
-            notes = [(*work.notes(), *own_remarks) for own_remarks in remarks]
+            notes = [(*words, *own) for words, own in zip(work.notes(), remarks, strict=True)]
             weights = work.weights()
             losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
             work.check_weights(weights, round)
@@ -298,7 +308,8 @@ class VectorizedEngine(LocalEngine):
         name = self._architecture(client)
         key = (name, len(next(iter(state.values()))), phase.name)
         if key not in self._steps:
-            step = stacked.PhaseStep(self.population, self._network(client), phase, state)
+            exact = self._exact(name, key[1], phase)
+            step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact)
             most = phase.epochs * -(-self._longest[name] // self._width(client))
             self._steps[key] = CapturedStep(step, self._stream(client), most)
             while len(self._steps) > KEPT_STEPS:
@@ -368,8 +379,6 @@ class VectorizedEngine(LocalEngine):
             if reason:
                 self._looped[name] = reason
                 self.notes.append(f"clients with {name} train one after another: {reason}")
-            elif self._normed[name]:
-                self.notes.append(f"clients with {name} train one after another because of batch norm")
         return self._looped.get(name)
 
     def _try(self, client: int) -> str | None:
@@ -379,14 +388,15 @@ class VectorizedEngine(LocalEngine):
         values.
         """
         people, network, twice = self.population, self._network(client), [client, client]
-        alone = bool(self._normed[self._architecture(client)])
-        width = min(2, self._width(client)) if alone else self._width(client)  # alone, it may just fit into memory
+        name, width = self._architecture(client), self._width(client)
+        alone = name in self._single
+        width = min(2, width) if self._normed[name] else width  # two large networks may not fit into memory
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
         try:
             for phase in people.method.phases():
                 plan = new_plan(people, twice, width, 2, phase, 0)
                 if plan.active:
-                    step = stacked.PhaseStep(people, network, phase, state)
+                    step = stacked.PhaseStep(people, network, phase, state, exact=alone)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
                     inputs = plan.on(people.device).at(0)
                     step.prepare(inputs)
@@ -398,6 +408,10 @@ class VectorizedEngine(LocalEngine):
                 stacked.remarks(people, twice, network, state)
         except torch.OutOfMemoryError:
             raise
+        except stacked.OtherRows as error:
+            self._single.add(name)
+            self.notes.append(f"clients with {name} train one after another because of batch norm: {error}")
+            return self._try(client)
         except Exception as error:  # the plain loop may succeed, and says what is wrong if not
             return " ".join(str(error).split())[:200]
         return None

@@ -1,7 +1,7 @@
 """All batches of a cohort in one phase as tables of one shape, so that every step does the same work.
 
-A short batch is padded, unless batch norm trains on it: that looks at all samples of a batch, so each batch must have
-exactly its own. Then the cohort is a single client, and its short batches stay short.
+A short batch is padded, unless a single client trains by PyTorch's own batch norm: that looks at all samples of a
+batch, so each batch must have exactly its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Plan:
     """For each step, the number of clients up to the last one that has a batch."""
     samples: list[int]
     """For each step, the number of samples per client: a full batch, or fewer if nothing may be padded."""
-    left_out: Tensor
-    """Samples that are not visited, each as often as it would have been."""
+    left_out: list[Tensor]
+    """For each client, the samples that are not visited, each as often as it would have been."""
 
     def on(self, device: torch.device) -> Plan:
         """The same with its inputs on the compute device."""
@@ -48,13 +48,18 @@ def new_plan(
     phase: Phase,
     round: int,
     *,
+    singles: bool = True,
     pads: bool = True,
 ) -> Plan:
     """All batches of these clients in a phase, padded to a common number of steps and to `size` clients.
 
-    Without `pads`, for a single client: short batches stay as they are, and one of a single sample is left out.
+    Without `singles`, batches of one sample are left out, on which batch norm can't train. Without `pads`, for a single
+    client, short batches stay as they are.
     """
     tables = [_table(list(epochs(population, client, phase, round)), width) for client in clients]
+    left_out = [torch.zeros(0, dtype=torch.int64)] * len(clients)
+    if not singles:
+        tables, left_out = map(list, zip(*map(_without_singles, tables), strict=True))
     steps = max((len(table["rows"]) for table in tables if table), default=0)
     inputs: State = {"rows": torch.full((steps, size, width), -1)}
     for column, table in enumerate(tables):
@@ -62,11 +67,6 @@ def new_plan(
             if name not in inputs:
                 inputs[name] = values.new_zeros(steps, size, *values.shape[1:])
             inputs[name][: len(values), column] = values
-    left_out = torch.zeros(0, dtype=torch.int64)
-    if not pads:
-        single = (inputs["rows"] >= 0).sum((1, 2)) == 1
-        left_out = inputs["rows"][single].amax((1, 2))
-        inputs = {name: tensor[~single] for name, tensor in inputs.items()}
     filled = (inputs["rows"] >= 0).sum(2)
     active = ((filled > 0) * torch.arange(1, size + 1)).amax(1).tolist()
     samples = [width] * len(filled) if pads else filled.amax(1).tolist()
@@ -83,6 +83,14 @@ def _table(passes: Sequence[Epoch], width: int) -> State:
         named.append(draws)
     stacked = {name: torch.stack([draws[name] for draws in named]) for name in (named[0] if named else ())}
     return {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in stacked.items()}
+
+
+def _without_singles(table: State) -> tuple[State, Tensor]:
+    """A client's batches without those of one sample, and these samples."""
+    if not table:
+        return table, torch.zeros(0, dtype=torch.int64)
+    single = (table["rows"] >= 0).sum(1) == 1
+    return {name: values[~single] for name, values in table.items()}, table["rows"][single].amax(1)
 
 
 def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:

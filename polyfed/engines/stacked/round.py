@@ -26,20 +26,27 @@ class CohortRound:
     phases: Sequence[Phase]
     steps: list[PhaseStep]
     """They hold the results."""
-    left_out: list[Tensor]
-    """The samples that are not visited."""
+    left_out: list[list[Tensor]]
+    """The samples of each client that are not visited."""
 
-    def notes(self) -> list[str]:
-        """Remarks on the samples that are not visited."""
-        pairs = zip(self.phases, self.left_out, strict=True)
-        return [local.left_out(phase) for phase, samples in pairs if len(samples)]
+    def notes(self) -> list[list[str]]:
+        """For each client, remarks on its samples that are not visited."""
+        of_clients = zip(*self.left_out, strict=True)
+        return [
+            [local.left_out(phase) for phase, samples in zip(self.phases, own, strict=True) if len(samples)]
+            for own in of_clients
+        ]
 
     def visited(self, population: Population) -> list[Tensor]:
         """How often samples of each class are visited: [clients, classes]."""
         counts = []
-        for phase, samples in zip(self.phases, self.left_out, strict=True):
-            missed = torch.bincount(population.labels[samples], minlength=population.task.classes)
-            counts.append(torch.stack([visits(population, client, phase) for client in self.clients]) - missed)
+        for phase, left_out in zip(self.phases, self.left_out, strict=True):
+            rows = [
+                visits(population, client, phase)
+                - torch.bincount(population.labels[samples], minlength=population.task.classes)
+                for client, samples in zip(self.clients, left_out, strict=True)
+            ]
+            counts.append(torch.stack(rows))
         return counts
 
     def tracked(self, visited: Sequence[Tensor]) -> list[ClassStatistics | None]:

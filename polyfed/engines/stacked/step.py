@@ -2,13 +2,13 @@
 
 Every loss, prediction and statistic runs under `torch.func.vmap` over the stacked states, through the same code as in
 the plain loop. Batches are rows of sample numbers; −1 pads a short batch, and a client whose rows are all −1 has
-finished and does not move. A single client goes without `vmap`, so its batch norm is PyTorch's own and changes the
-running statistics in the client's state in place.
+finished and does not move. A single client goes without `vmap`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from polyfed.data import Dataset
 from polyfed.engines.client.batches import IMAGE, VIEWS, augmented
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.layers import StackedLayers
+from polyfed.engines.stacked.norms import MaskedNorms
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.parts.network import ClientNetwork
@@ -81,11 +82,15 @@ def copy_states(targets: Sequence[State], sources: Sequence[State]) -> None:
 class PhaseStep:
     """One step of one phase for a whole cohort: batch, loss, gradient, update, in place on stacked tensors.
 
-    `prepare` comes before the first step, and before `leading` makes a step for a part of the cohort.
+    `prepare` comes before the first step, and before `leading` makes a step for a part of the cohort. `exact`: it gets
+    no padded batch, so PyTorch's own batch norm is right.
     """
 
-    def __init__(self, population: Population, network: ClientNetwork, phase: Phase, state: State) -> None:
+    def __init__(
+        self, population: Population, network: ClientNetwork, phase: Phase, state: State, *, exact: bool = False
+    ) -> None:
         training = population.training
+        self._exact = exact
         set_modes(network, phase)
         self.trained = {n: state[n] for n, p in network.named_parameters() if p.requires_grad}
         self.frozen = {name: tensor for name, tensor in state.items() if name not in self.trained}
@@ -177,7 +182,8 @@ class PhaseStep:
         mask = batch["mask"]
         # A client that has finished gets a batch too, so that its loss is a number and its gradient exactly zero.
         given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("views"), drawn)
-        with precision(batch["x"].device, bf16=self.bf16):
+        norms = nullcontext() if self._exact else MaskedNorms(network, mask)
+        with precision(batch["x"].device, bf16=self.bf16), norms:
             outcome = self._phase.loss(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
         total = torch.where(mask, values, 0.0).sum()

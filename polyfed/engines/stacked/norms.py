@@ -1,0 +1,180 @@
+"""Batch norm of stacked clients: each client's statistics are its own, and padding is not part of them.
+
+A network calls PyTorch's batch norm as usual. While a padded batch trains, `MaskedNorms` computes it: mean and variance
+of the real samples, and running statistics that stay as they are for a client that has finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from polyfed.engines.stacked.layers import stacked
+
+
+class OtherRows(RuntimeError):
+    """Batch norm whose rows are not the samples of the batch, so that nobody knows which of them are padding."""
+
+
+class MaskedNorms(TorchFunctionMode):
+    """Inside, the batch norms of a network look at the real samples of a batch only; `mask` marks them."""
+
+    def __init__(self, network: nn.Module, mask: Tensor) -> None:
+        super().__init__()
+        self._active = mask.any()
+        self._mask = mask | ~self._active  # a client that has finished gets numbers too
+        norms = (module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        self._counters = {id(norm.num_batches_tracked) for norm in norms}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is functional.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if function is Tensor.add_ and id(args[0]) in self._counters:
+            return args[0].add_(self._active)
+        return function(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        rested = at_rest(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        if rested is not None:
+            return rested
+        if len(x) != len(self._mask):
+            raise OtherRows(f"its batch norm gets {len(x)} rows for {len(self._mask)} samples")
+        y, mean, variance = BatchNorm.apply(x, self._mask, *_scales(x, weight, bias), eps)
+        if running_mean is not None and running_var is not None:
+            count = self._mask.sum() * prod(x.shape[2:])
+            factor = momentum * self._active.to(mean.dtype)
+            with torch.no_grad():
+                # `vmap` has no rule for `lerp_` with a weight per client.
+                running_mean.copy_(torch.lerp(running_mean, mean, factor))
+                unbiased = variance * (count / (count - 1).clamp(min=1))
+                running_var.copy_(torch.lerp(running_var, unbiased, factor))
+        normed: Tensor = y
+        return normed
+
+
+def at_rest(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """Batch norm by running statistics; None where it trains."""
+    if training or running_mean is None or running_var is None:
+        return None
+    weight, bias = _scales(x, weight, bias)
+    scale = weight * (running_var + eps).rsqrt()
+    along = (-1, *(1,) * (x.dim() - 2))
+    return torch.addcmul((bias - running_mean * scale).view(along), x, scale.view(along)).to(x.dtype)
+
+
+def _scales(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weight and bias; where a norm has none, those that change nothing."""
+    channels, dtype = x.shape[1], torch.promote_types(x.dtype, torch.float32)
+    weight = torch.ones(channels, dtype=dtype, device=x.device) if weight is None else weight
+    return weight, torch.zeros(channels, dtype=dtype, device=x.device) if bias is None else bias
+
+
+class BatchNorm(Function):
+    """Batch norm by the real samples of a batch: samples, mask, weight, bias, eps.
+
+    It returns the mean and the variance too, over real samples, without correction.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+        return tuple(part[0] for part in normalise(x[None], mask[None], weight[None], bias[None], eps))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, mask, weight, _, ctx.eps = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, mask, weight, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_weight, of_bias = _BatchNormGradient.apply(gradients[0], *ctx.saved_tensors, ctx.eps)
+        return of_x, None, of_weight, of_bias, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return normalise(*stacked(info, in_dims, inputs)), (0, 0, 0)
+
+
+class _BatchNormGradient(Function):
+    """The gradients of samples, weight and bias."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        alone = [each[None] if isinstance(each, Tensor) else each for each in inputs]
+        return tuple(part[0] for part in gradients(*alone))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return gradients(*stacked(info, in_dims, inputs)), (0, 0, 0)
+
+
+def normalise(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples [clients, batch, channels, …], normalised, and the means and variances [clients, channels]."""
+    inner = tuple(range(3, x.dim()))
+    wide = x.to(weight.dtype)
+    # First within each sample, then over real samples: so the images are read once, and a mask costs nothing.
+    within, means = torch.var_mean(wide, inner, correction=0) if inner else (torch.zeros_like(wide), wide)
+    share = _shares(mask, means)
+    mean = (means * share).sum(1)
+    variance = ((within + (means - mean[:, None]).square()) * share).sum(1)
+    scale = weight * (variance + eps).rsqrt()
+    y = torch.addcmul(_along(bias - mean * scale, x), wide, _along(scale, x)).to(x.dtype)
+    return y, mean, variance
+
+
+def gradients(
+    gradient: Tensor, x: Tensor, mask: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of samples, weights and biases, from that of the result."""
+    others = (1, *range(3, x.dim()))
+    rate = (variance + eps).rsqrt()
+    normed = (x - _along(mean, x)) * _along(rate, x)
+    of_bias = gradient.sum(others, dtype=weight.dtype)
+    of_weight = (gradient * normed).sum(others)
+    # Mean and variance depend on real samples only.
+    share = _shares(mask, x) / prod(x.shape[3:])
+    inner = gradient - share * (_along(of_bias, x) + normed * _along(of_weight, x))
+    return (inner * _along(weight * rate, x)).to(x.dtype), of_weight, of_bias
+
+
+def _shares(mask: Tensor, like: Tensor) -> Tensor:
+    """The share of each sample [clients, batch] in a mean over real ones, shaped to multiply a stacked tensor."""
+    share = mask / mask.sum(1, keepdim=True)
+    return share.to(torch.promote_types(like.dtype, torch.float32)).view(*mask.shape, *(1,) * (like.dim() - 2))
+
+
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    """Values [clients, channels], shaped to multiply stacked samples."""
+    return values.view(len(values), 1, -1, *(1,) * (x.dim() - 3))
