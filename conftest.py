@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 # Doctests import every module of the package; these can't be imported without a package that not every machine has.
 NEEDED = {
-    "polyfed/**/kernels.py": "triton",
+    "polyfed/**/*kernels.py": "triton",
     "polyfed/**/certificates.py": "cryptography",
     "polyfed/flower/*.py": "flwr",
 }

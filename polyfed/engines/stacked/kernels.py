@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Pair = tuple[int, int]
-"""One of heights and one of widths."""
+from polyfed.engines.stacked.convolutions import Pair, Windows
 
 
 class Tiles(NamedTuple):
@@ -37,24 +36,6 @@ COLUMNS = 64
 """Of the product that is a convolution, at most: few channels leave room for groups of four pixels, more for two."""
 BLOCK = 1024
 """Pixels of a pooling at a time."""
-
-
-class Windows(NamedTuple):
-    """The windows of a max-pooling."""
-
-    size: Pair
-    stride: Pair
-    padding: Pair
-    dilation: Pair
-
-    def grid(self, height: int, width: int) -> Pair:
-        """How many windows there are."""
-        sides = zip((height, width), *self, strict=True)
-        down, across = ((side + 2 * p - d * (size - 1) - 1) // step + 1 for side, size, step, p, d in sides)
-        return down, across
-
-    def numbers(self) -> tuple[int, ...]:
-        return (*self.size, *self.stride, *self.padding, *self.dilation)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:

@@ -19,10 +19,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-MOST_CHANNELS = (32, 64)
-"""In and out, of a convolution for which our kernels are faster than cuDNN's."""
-MOST_VALUES = 2**31
-"""The most values in one client's images, which the kernels index with 32 bits."""
+from polyfed.engines.stacked.convolutions import MOST_VALUES, Way, Windows, way
+
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -77,33 +75,34 @@ def convolution(
 ) -> Tensor | None:
     """A convolution, or None if the kernels do not support it, or it is invalid: then PyTorch says what is wrong."""
     given = pairs(stride, padding, dilation)
-    if given is None or groups != 1 or (given[0], given[2]) != ((1, 1), (1, 1)):
-        return None
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    if not _fits(x, weight, bias, given[1]) or not dtypes.issubset(DTYPES):
+    if given is None or x.dim() != 4 or weight.dim() != 4 or not dtypes.issubset(DTYPES):
+        return None
+    windows = Windows((weight.shape[2], weight.shape[3]), *given)
+    how = way(x, weight, windows, groups, bias is not None, kernels()) if _fits(x, weight, bias, windows) else None
+    if how is None:
         return None
     if torch.is_autocast_enabled("cuda"):
         dtypes = {torch.get_autocast_dtype("cuda")}
     if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
         return None
     (dtype,) = dtypes
-    result: Tensor = Convolution.apply(
-        x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), given[1]
-    )
+    result: Tensor = Convolution.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), how)
     return result
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> bool:
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, windows: Windows) -> bool:
     """Whether shapes belong together, and are neither empty nor too large for the kernels."""
-    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
+    out, channels = weight.shape[:2]
+    if x.shape[1] != channels or (bias is not None and bias.shape != (out,)):
         return False
-    out, channels, *kernel = weight.shape
-    if (bias is not None and bias.shape != (out,)) or channels > MOST_CHANNELS[0] or out > MOST_CHANNELS[1]:
+    if any(p < 0 or s < 1 or d < 1 for _, s, p, d in zip(*windows, strict=True)) or min(windows.size) < 1:
         return False
-    sides = [side + 2 * p for side, p in zip(x.shape[2:], padding, strict=True)]
-    if not all(0 <= p < k <= side for side, k, p in zip(sides, kernel, padding, strict=True)):
-        return False
-    return 0 < len(x) * max(channels, out) * sides[0] * sides[1] < MOST_VALUES
+    sides = [side + 2 * p for side, p in zip(x.shape[2:], windows.padding, strict=True)]
+    return (
+        min(windows.grid(x.shape[2], x.shape[3])) > 0
+        and 0 < len(x) * max(channels, out) * sides[0] * sides[1] < MOST_VALUES
+    )
 
 
 def pooling(
@@ -119,7 +118,7 @@ def pooling(
     given = pairs(kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)
     if given is None or ceil_mode or return_indices or x.dim() != 4 or x.dtype not in DTYPES or not len(x):
         return None
-    windows = kernels().Windows(*given)
+    windows = Windows(*given)
     fits = all(0 <= 2 * p <= k and s > 0 and d > 0 for k, s, p, d in zip(*windows, strict=True))
     if not fits or max(windows.size) > 15 or min(windows.grid(*x.shape[2:])) < 1:  # a place in a window is a byte
         return None
@@ -131,44 +130,59 @@ SERVED = {functional.conv2d: convolution, functional.max_pool2d: pooling}
 
 
 class Convolution(Function):
-    """A convolution with stride 1: images, weight, bias or None, padding."""
+    """A convolution: images, weight, bias or None, and the way to compute it."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
-        result = kernels().convolve(x[None], weight[None], None if bias is None else bias[None], padding)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, how: Way) -> Tensor:
+        result = how.convolve(x[None], weight[None], None if bias is None else bias[None])
         # Not a view, which a layer that follows could not change in place.
         only: Tensor = torch.ops.aten._unsafe_view(result, result.shape[1:])
         return only
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, ctx.padding = inputs
+        x, weight, bias, ctx.how = inputs
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        kernel = (weight.shape[2], weight.shape[3])
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            around = (kernel[0] - 1 - ctx.padding[0], kernel[1] - 1 - ctx.padding[1])
-            of_x = Convolution.apply(gradients[0], weight.transpose(0, 1).flip(2, 3), None, around)
+            of_x = _ImageGradient.apply(gradients[0], weight, tuple(x.shape), ctx.how)
         if any(ctx.needs_input_grad[1:3]):
-            of_weight, of_bias = _WeightGradient.apply(x, gradients[0], kernel, ctx.padding)
+            of_weight, of_bias = _WeightGradient.apply(x, gradients[0], ctx.how)
         return of_x, of_weight, of_bias if ctx.biased else None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return kernels().convolve(*stacked(info, in_dims, inputs)), 0
+        *tensors, how = stacked(info, in_dims, inputs)
+        return how.convolve(*tensors), 0
+
+
+class _ImageGradient(Function):
+    """The gradient of a convolution's images: gradient of the result, weight, shape of the images, the way."""
+
+    @staticmethod
+    def forward(gradient: Tensor, weight: Tensor, shape: tuple[int, ...], how: Way) -> Tensor:
+        return how.image_gradient(gradient[None], weight[None], shape)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        gradient, weight = stacked(info, in_dims[:2], inputs[:2])
+        return inputs[3].image_gradient(gradient, weight, inputs[2]), 0
 
 
 class _WeightGradient(Function):
-    """The gradients of a convolution's weight and bias: images, gradient of the result, filter size, padding."""
+    """The gradients of a convolution's weight and bias: images, gradient of the result, the way."""
 
     @staticmethod
-    def forward(x: Tensor, gradient: Tensor, *shape: Any) -> tuple[Tensor, Tensor]:
-        weight, bias = kernels().weight_gradient(x[None], gradient[None], *shape)
+    def forward(x: Tensor, gradient: Tensor, how: Way) -> tuple[Tensor, Tensor]:
+        weight, bias = how.weight_gradient(x[None], gradient[None])
         return weight[0], bias[0]
 
     @staticmethod
@@ -176,7 +190,8 @@ class _WeightGradient(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        return kernels().weight_gradient(*stacked(info, in_dims, inputs)), (0, 0)
+        x, gradient = stacked(info, in_dims[:2], inputs[:2])
+        return inputs[2].weight_gradient(x, gradient), (0, 0)
 
 
 class Pooling(Function):

@@ -129,7 +129,7 @@ class _BatchNormGradient(Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        alone = [each[None] if isinstance(each, Tensor) else each for each in inputs]
+        alone: list[Any] = [each[None] if isinstance(each, Tensor) else each for each in inputs]
         return tuple(part[0] for part in gradients(*alone))
 
     @staticmethod
