@@ -40,7 +40,7 @@ BLOCK = 1024
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
     """Images [clients, samples, in, H, W] with weights [clients, out, in, …] and bias [clients, out], stride 1."""
-    x, weight = _in_reach(x), weight.contiguous()
+    x, weight = in_reach(x), weight.contiguous()
     clients, samples, channels, height, width = x.shape
     out, kernel = weight.shape[1], weight.shape[3:]
     down, across = (n + 2 * p - k + 1 for n, p, k in zip((height, width), padding, kernel, strict=True))
@@ -59,7 +59,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> T
 
 def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) -> tuple[Tensor, Tensor]:
     """The gradients of weights and bias, from that of the result."""
-    x, gradient = _in_reach(x), gradient.contiguous()
+    x, gradient = in_reach(x), gradient.contiguous()
     clients, samples, channels, height, width = x.shape
     out, pixels = gradient.shape[2], samples * gradient[0, 0, 0].numel()
     depth = channels * kernel[0] * kernel[1]
@@ -80,6 +80,9 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) ->
 
 def pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     """The largest values in the windows of images [..., H, W], and where they were."""
+    if _swapped(x):
+        y, places = pool(x.transpose(1, 2), windows)
+        return y.transpose(1, 2), places.transpose(1, 2)
     x = x.contiguous()
     height, width = x.shape[-2:]
     size = windows.grid(height, width)
@@ -92,11 +95,18 @@ def pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 def unpool(gradient: Tensor, places: Tensor, windows: Windows, shape: Pair) -> Tensor:
     """The gradient of images of that shape, from that of their largest values."""
+    if _swapped(places):
+        return unpool(gradient.transpose(1, 2), places.transpose(1, 2), windows, shape).transpose(1, 2)
     gradient, places = gradient.contiguous(), places.contiguous()
     x = gradient.new_empty(*gradient.shape[:-2], *shape)
     grid = (triton.cdiv(x.numel(), BLOCK),)
     _unpool[grid](gradient, places, x, x.numel(), *shape, *gradient.shape[-2:], *windows.numbers(), BLOCK)
     return x
+
+
+def _swapped(x: Tensor) -> bool:
+    """Whether the channels of stacked images lie before the samples, as products of matrices leave them."""
+    return x.dim() == 5 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
 
 
 def _precision() -> str:
@@ -109,7 +119,7 @@ def _power(number: int) -> int:
     return power
 
 
-def _in_reach(x: Tensor) -> Tensor:
+def in_reach(x: Tensor) -> Tensor:
     """Images, where one client's can be indexed with 32 bits."""
     extent = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
     return x if extent < 2**31 else x.contiguous()

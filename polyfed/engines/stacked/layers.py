@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class StackedLayers(TorchFunctionMode):
-    """Inside, convolution and max-pooling on a GPU are done by our kernels where possible."""
+    """Inside, layers on a GPU are computed in our ways where possible, some by our kernels."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -39,7 +39,8 @@ class StackedLayers(TorchFunctionMode):
 
 
 def on_gpu(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_cuda
+    first = x[0] if isinstance(x, list | tuple) and x else x
+    return isinstance(first, Tensor) and first.is_cuda
 
 
 def kernels() -> Any:
@@ -126,7 +127,44 @@ def pooling(
     return result
 
 
-SERVED = {functional.conv2d: convolution, functional.max_pool2d: pooling}
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """Batch norm by running statistics, wherever clients lie in memory; None where it trains."""
+    if training or running_mean is None or running_var is None:
+        return None
+    scale = (running_var + eps).rsqrt() if weight is None else weight * (running_var + eps).rsqrt()
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    along = (-1, *(1,) * (x.dim() - 2))
+    return torch.addcmul(shift.view(along), x, scale.view(along)).to(x.dtype)
+
+
+def concatenation(tensors: Any, dim: Any = 0) -> Tensor | None:
+    """Channels of images side by side, where they lie before samples: PyTorch would move them."""
+    if dim != 1 or not all(isinstance(x, Tensor) and x.dim() == 4 and x.stride(1) > x.stride(0) for x in tensors):
+        return None
+    return torch.cat([x.transpose(0, 1) for x in tensors]).transpose(0, 1)
+
+
+def view(x: Tensor, *shape: Any) -> Tensor | None:
+    """A view, or a copy where a client's images do not lie as they would alone."""
+    return None if isinstance(shape[0], torch.dtype) else x.reshape(*shape)
+
+
+SERVED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    functional.conv2d: convolution,
+    functional.max_pool2d: pooling,
+    functional.batch_norm: batch_norm,
+    torch.cat: concatenation,
+    Tensor.view: view,
+}
 
 
 class Convolution(Function):

@@ -7,6 +7,7 @@ of the real samples, and running statistics that stay as they are for a client t
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from polyfed.engines.stacked import layers
+from polyfed.engines.stacked.convolutions import MOST_VALUES
 from polyfed.engines.stacked.layers import stacked
 
 
@@ -54,7 +57,7 @@ class MaskedNorms(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        rested = at_rest(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        rested = layers.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         if rested is not None:
             return rested
         if len(x) != len(self._mask):
@@ -72,25 +75,6 @@ class MaskedNorms(TorchFunctionMode):
         return normed
 
 
-def at_rest(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    """Batch norm by running statistics; None where it trains."""
-    if training or running_mean is None or running_var is None:
-        return None
-    weight, bias = _scales(x, weight, bias)
-    scale = weight * (running_var + eps).rsqrt()
-    along = (-1, *(1,) * (x.dim() - 2))
-    return torch.addcmul((bias - running_mean * scale).view(along), x, scale.view(along)).to(x.dtype)
-
-
 def _scales(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weight and bias; where a norm has none, those that change nothing."""
     channels, dtype = x.shape[1], torch.promote_types(x.dtype, torch.float32)
@@ -106,7 +90,7 @@ class BatchNorm(Function):
 
     @staticmethod
     def forward(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
-        return tuple(part[0] for part in normalise(x[None], mask[None], weight[None], bias[None], eps))
+        return tuple(part[0] for part in _way(x[None]).normalise(x[None], mask[None], weight[None], bias[None], eps))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -121,7 +105,8 @@ class BatchNorm(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return normalise(*stacked(info, in_dims, inputs)), (0, 0, 0)
+        given = stacked(info, in_dims, inputs)
+        return _way(given[0]).normalise(*given), (0, 0, 0)
 
 
 class _BatchNormGradient(Function):
@@ -130,14 +115,22 @@ class _BatchNormGradient(Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         alone: list[Any] = [each[None] if isinstance(each, Tensor) else each for each in inputs]
-        return tuple(part[0] for part in gradients(*alone))
+        return tuple(part[0] for part in _way(alone[0]).gradients(*alone))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return gradients(*stacked(info, in_dims, inputs)), (0, 0, 0)
+        given = stacked(info, in_dims, inputs)
+        return _way(given[0]).gradients(*given), (0, 0, 0)
+
+
+def _way(x: Tensor) -> Any:
+    """The module whose `normalise` and `gradients` are used: kernels on a GPU, this one elsewhere."""
+    small = x.dtype in layers.DTYPES and x[0].numel() < MOST_VALUES
+    served = small and layers.on_gpu(x) and layers.kernels() is not None
+    return import_module("polyfed.engines.stacked.norm_kernels" if served else __name__)
 
 
 def normalise(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,11 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from polyfed.engines.stacked.convolutions import Windows
-from polyfed.engines.stacked.kernels import BLOCK
+from polyfed.engines.stacked.kernels import BLOCK, in_reach
 
 
 def unfold(x: Tensor, windows: Windows) -> Tensor:
     """Of images [clients, samples, channels, H, W], columns [clients, channels × filter, samples × pixels]."""
+    x = in_reach(x)
     clients, samples, channels, height, width = x.shape
     size = windows.grid(height, width)
     rows, pixels = channels * windows.size[0] * windows.size[1], samples * size[0] * size[1]
