@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
-from polyfed.engines.stacked import layers
+from polyfed.engines.stacked import convolutions, layers
 from tests import support
 
 triton = pytest.importorskip("triton")
@@ -127,6 +127,29 @@ def test_pooling(windows: dict[str, int], size: Any, side: int) -> None:
     close(own, gradients(lambda a: functional.max_pool2d(a, size, **windows), (0,), x))
 
 
+def test_pooling_and_concatenation_leave_images_as_they_lie() -> None:
+    """Channels before samples, as products leave them: so the next product need not move them."""
+    x = random(CLIENTS, 3, SAMPLES, 8, 8).transpose(1, 2)
+
+    def layer(a: Tensor) -> Tensor:
+        return served(layers.concatenation([served(layers.pooling(a, 2)), served(layers.pooling(-a, 2))], dim=1))
+
+    own = gradients(layer, (0,), x)
+    assert own[0].transpose(1, 2).is_contiguous()
+    close(own, gradients(lambda a: torch.cat([functional.max_pool2d(b, 2) for b in (a, -a)], 1), (0,), x))
+    assert layers.concatenation([x[0], x[0]]) is None
+    assert layers.concatenation([x[0].contiguous(), x[0].contiguous()], dim=1) is None
+
+
+def test_a_view_that_needs_a_copy_is_one() -> None:
+    x = random(3, SAMPLES, 4).transpose(0, 1)
+    with pytest.raises(RuntimeError):
+        x.view(SAMPLES, -1)
+    assert torch.equal(served(layers.view(x, SAMPLES, -1)), x.flatten(1))
+    assert torch.equal(served(layers.view(x, (SAMPLES, 12))), x.flatten(1))
+    assert layers.view(x, torch.int32) is None
+
+
 def test_pooling_of_equal_values_and_of_none() -> None:
     """The first of equal values gets the gradient; a value that is no number is not lost."""
     x = torch.zeros(1, 1, 1, 4, 4, device=DEVICE)
@@ -144,10 +167,54 @@ def test_the_same_step_gives_the_same_numbers_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"stride": 2}, {"dilation": (2, 1)}, {"padding": "same"}, {"padding": 3}, {"groups": 2}],
-)
+PRODUCTS: list[tuple[int, int, Any, dict[str, Any]]] = [
+    (4, 6, 1, {}),
+    (4, 6, 1, {"stride": 2}),
+    (3, 4, 7, {"stride": 2, "padding": 3}),
+    (5, 3, (3, 2), {"stride": (2, 1), "padding": (1, 0)}),
+    (5, 3, 3, {"padding": 1}),
+    (3, 4, 3, {"padding": 2, "dilation": 2}),
+    (2, 3, 1, {"padding": 2}),
+]
+
+
+@pytest.mark.parametrize(("channels", "out", "kernel", "options"), PRODUCTS)
+def test_products(
+    monkeypatch: pytest.MonkeyPatch, channels: int, out: int, kernel: Any, options: dict[str, Any]
+) -> None:
+    """For all clients at once, for images that lie otherwise and without bias, and for a client alone."""
+    monkeypatch.setattr(convolutions, "MOST_CHANNELS", (0, 0))
+    size = (kernel, kernel) if isinstance(kernel, int) else kernel
+    x, weight, bias = random(CLIENTS, SAMPLES, channels, 9, 7), random(CLIENTS, out, channels, *size), random(3, out)
+
+    def own(*given: Tensor) -> Tensor:
+        return served(layers.convolution(*given, **options))
+
+    def theirs(*given: Tensor) -> Tensor:
+        return functional.conv2d(*given, **options)
+
+    close(gradients(own, (0, 0, 0), x, weight, bias), gradients(theirs, (0, 0, 0), x, weight, bias))
+    moved = x.transpose(1, 2).contiguous().transpose(1, 2)
+    close(gradients(own, (0, 0), moved, weight), gradients(theirs, (0, 0), x, weight))
+    alone = [tensor[0].clone().requires_grad_() for tensor in (x, weight, bias)]
+    expected = torch.autograd.grad(theirs(*alone).sin().sum(), alone)
+    close(torch.autograd.grad(own(*alone).sin().sum(), alone), expected)
+
+
+def test_which_way_a_convolution_goes() -> None:
+    """Few channels by our kernels, more or a stride by products, groups and what is too large by PyTorch."""
+
+    def chosen(channels: int, out: int, stride: int = 1, groups: int = 1, samples: int = 2) -> str:
+        x = torch.empty(1).expand(samples, channels, 8, 8)  # takes no memory
+        windows = convolutions.Windows((3, 3), (stride, stride), (1, 1), (1, 1))
+        weight = torch.empty(1).expand(out, channels // groups, 3, 3)
+        return type(convolutions.way(x, weight, windows, groups, False)).__name__
+
+    assert (chosen(32, 64), chosen(33, 64), chosen(32, 65), chosen(3, 16, 2)) == ("Direct", *["Products"] * 3)
+    assert (chosen(64, 64, groups=64), chosen(64, 64, samples=2**20)) == ("NoneType",) * 2
+
+
+@pytest.mark.parametrize("options", [{"padding": "same"}, {"groups": 2}, {"stride": 0}, {"dilation": 9}])
 def test_other_convolutions_are_left_to_pytorch(options: dict[str, Any]) -> None:
     weight = random(4, 4 // options.get("groups", 1), 3, 3)
     assert layers.convolution(random(SAMPLES, 4, 8, 8), weight, **options) is None
@@ -158,9 +225,7 @@ def test_images_too_large_to_count_are_left_to_pytorch() -> None:
     assert layers.convolution(x, random(4, 3, 3, 3)) is None
 
 
-def test_many_channels_and_other_numbers_are_left_to_pytorch() -> None:
-    assert layers.convolution(random(SAMPLES, 33, 8, 8), random(4, 33, 3, 3)) is None
-    assert layers.convolution(random(SAMPLES, 4, 8, 8), random(65, 4, 3, 3)) is None
+def test_other_shapes_and_numbers_are_left_to_pytorch() -> None:
     assert layers.convolution(random(4, 8, 8), random(4, 4, 3, 3)) is None
     assert layers.convolution(random(SAMPLES, 4, 8, 8).double(), random(4, 4, 3, 3).double()) is None
 

@@ -53,7 +53,7 @@ class Way(Protocol):
         """Of weights and biases."""
 
 
-def way(x: Tensor, weight: Tensor, windows: Windows, groups: int, biased: bool, kernels: Any) -> Way | None:
+def way(x: Tensor, weight: Tensor, windows: Windows, groups: int, biased: bool) -> Way | None:
     """How these images of one client (and those of all others) are convolved; None: as PyTorch and `vmap` do it.
 
     That is one convolution with a group of channels per client, for which cuDNN has slow kernels. Few channels go to
@@ -66,10 +66,10 @@ def way(x: Tensor, weight: Tensor, windows: Windows, groups: int, biased: bool, 
     if groups != 1:
         return None
     if simple and channels <= MOST_CHANNELS[0] and out <= MOST_CHANNELS[1]:
-        return Direct(windows, kernels)
+        return Direct(windows)
     down, across = windows.grid(x.shape[2], x.shape[3])
     if len(x) * down * across * weight[0].numel() < MOST_VALUES:
-        return Products(windows, import_module("polyfed.engines.stacked.patch_kernels"), biased)
+        return Products(windows, biased)
     return None
 
 
@@ -78,20 +78,19 @@ class Direct:
     """By kernels that read the patches from the images; only with a stride of 1."""
 
     windows: Windows
-    kernels: Any
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = self.kernels.convolve(x, weight, bias, self.windows.padding)
+        y: Tensor = _kernels("kernels").convolve(x, weight, bias, self.windows.padding)
         return y
 
     def image_gradient(self, gradient: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The filters turned around."""
         around = tuple(k - 1 - p for k, p in zip(self.windows.size, self.windows.padding, strict=True))
-        of_x: Tensor = self.kernels.convolve(gradient, weight.transpose(1, 2).flip(3, 4), None, around)
+        of_x: Tensor = _kernels("kernels").convolve(gradient, weight.transpose(1, 2).flip(3, 4), None, around)
         return of_x
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        of_weight, of_bias = self.kernels.weight_gradient(x, gradient, self.windows.size, self.windows.padding)
+        of_weight, of_bias = _kernels("kernels").weight_gradient(x, gradient, self.windows.size, self.windows.padding)
         return of_weight, of_bias
 
 
@@ -104,7 +103,6 @@ class Products:
     """
 
     windows: Windows
-    kernels: Any
     biased: bool
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,7 +119,7 @@ class Products:
         patches = torch.bmm(weight.flatten(2).mT, _matrix(gradient))
         if self._plain():
             return _images(patches, shape[0], *shape[2:])
-        images: Tensor = self.kernels.fold(patches, self.windows, shape)
+        images: Tensor = _kernels("patch_kernels").fold(patches, self.windows, shape)
         return images
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +132,7 @@ class Products:
 
     def _patches(self, x: Tensor) -> Tensor:
         """[clients, channels × filter, samples × pixels]"""
-        columns: Tensor = _matrix(x) if self._plain() else self.kernels.unfold(x, self.windows)
+        columns: Tensor = _matrix(x) if self._plain() else _kernels("patch_kernels").unfold(x, self.windows)
         return columns
 
     def _plain(self) -> bool:
@@ -146,6 +144,11 @@ class Products:
     def _alone(self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> tuple[Tensor, ...]:
         backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backward
         return backward(gradient[0], x, weight[0], None, *self._options(), False, (0, 0), 1, wanted)
+
+
+def _kernels(name: str) -> Any:
+    """A module that can be imported only where Triton is."""
+    return import_module(f"polyfed.engines.stacked.{name}")
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def convolution(
     if given is None or x.dim() != 4 or weight.dim() != 4 or not dtypes.issubset(DTYPES):
         return None
     windows = Windows((weight.shape[2], weight.shape[3]), *given)
-    how = way(x, weight, windows, groups, bias is not None, kernels()) if _fits(x, weight, bias, windows) else None
+    how = way(x, weight, windows, groups, bias is not None) if _fits(x, weight, bias, windows) else None
     if how is None:
         return None
     if torch.is_autocast_enabled("cuda"):
@@ -172,10 +172,7 @@ class Convolution(Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, how: Way) -> Tensor:
-        result = how.convolve(x[None], weight[None], None if bias is None else bias[None])
-        # Not a view, which a layer that follows could not change in place.
-        only: Tensor = torch.ops.aten._unsafe_view(result, result.shape[1:])
-        return only
+        return only(how.convolve(x[None], weight[None], None if bias is None else bias[None]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -270,6 +267,12 @@ class _PoolingGradient(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         return kernels().unpool(*stacked(info, in_dims, inputs)), 0
+
+
+def only(result: Tensor) -> Tensor:
+    """A single client's part; not as a view, which a layer that follows could not change in place."""
+    part: Tensor = torch.ops.aten._unsafe_view(result, result.shape[1:])
+    return part
 
 
 def stacked(info: Any, dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[Any]:

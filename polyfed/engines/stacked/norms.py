@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from polyfed.engines.stacked import layers
 from polyfed.engines.stacked.convolutions import MOST_VALUES
-from polyfed.engines.stacked.layers import stacked
+from polyfed.engines.stacked.layers import only, stacked
 
 
 class OtherRows(RuntimeError):
@@ -90,7 +90,7 @@ class BatchNorm(Function):
 
     @staticmethod
     def forward(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
-        return tuple(part[0] for part in _way(x[None]).normalise(x[None], mask[None], weight[None], bias[None], eps))
+        return tuple(only(part) for part in _way(x[None]).normalise(x[None], mask[None], weight[None], bias[None], eps))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -115,7 +115,7 @@ class _BatchNormGradient(Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         alone: list[Any] = [each[None] if isinstance(each, Tensor) else each for each in inputs]
-        return tuple(part[0] for part in _way(alone[0]).gradients(*alone))
+        return tuple(only(part) for part in _way(alone[0]).gradients(*alone))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
