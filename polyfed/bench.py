@@ -33,7 +33,7 @@ SHAPES_SEEN = 30
 
 @dataclass(frozen=True)
 class Case:
-    """One federation to measure; every client has 640 CIFAR-sized images, batch 64, one epoch."""
+    """One federation to measure; every client has 640 CIFAR-sized images, one epoch."""
 
     name: str
     method: str = "standalone"
@@ -44,6 +44,7 @@ class Case:
     plain: bool = True
     """Measure the plain loop beside it."""
     cuda_only: bool = False
+    batch_size: int = 64
 
 
 CASES = (
@@ -54,6 +55,7 @@ CASES = (
     Case("d: pFedES, 100 clients", method="pfedes", cuda_only=True),
     Case("d: DC-PFL, 100 clients", method="dc-pfl", cuda_only=True),
     Case("e: 20 × ResNet-18", models="resnet18", clients=20, cuda_only=True),
+    Case("g: FedTGP's eight networks, 20 clients, batch 10", models="htfe8", clients=20, cuda_only=True, batch_size=10),
     *(Case(f"f: 10 of {n} clients", clients=n, participants=10, plain=False) for n in (10, 100, 1000, 10_000)),
 )
 
@@ -91,8 +93,8 @@ def setting(case: Case, engine: str, device: str) -> tuple[Experiment, Populatio
     """The experiment of a case and its clients."""
     config = experiment(
         method=case.method, data="python:noise", models=case.models, clients=case.clients, partition="iid",
-        participation=(case.participants or case.clients) / case.clients, split="1:0:0", rounds=10_000, batch_size=64,
-        lr=0.01, engine=engine, device=device, eval_every=10_000, checkpoint_every=10_000,
+        participation=(case.participants or case.clients) / case.clients, split="1:0:0", rounds=10_000,
+        batch_size=case.batch_size, lr=0.01, engine=engine, device=device, eval_every=10_000, checkpoint_every=10_000,
     )  # fmt: skip
     # More than a hundred clients share images, to limit memory.
     clients = assemble(config, noise(min(case.clients, 100) * IMAGES))
@@ -186,7 +188,7 @@ def measure(
         training = sum(event["training_seconds"] for event in rounds)
         participants = [run.participants(number) for number in numbers][warm_up:]
         samples = (run.profiles[client].train_samples or 0 for client in participants[0])
-        steps = sum(-(-count // 64) for count in samples)
+        steps = sum(-(-count // case.batch_size) for count in samples)
     seconds = median(times)
     result = Measurement(
         case.name, case.method, runner.name, seconds, steps / seconds, 1 - training / sum(times),
@@ -228,7 +230,7 @@ def run_cases(
     on_gpu = find_device(device).type == "cuda"
     chosen = [c for c in CASES if (c.name.startswith(tuple(only)) if only else on_gpu or not c.cuda_only)]
     if not chosen:
-        raise InputError(f"no case starts with one of '{only}': the cases are a to f.")
+        raise InputError(f"no case starts with one of '{only}': the cases are a to g.")
     for number, case in enumerate(chosen, 1):
         place = f"measuring {number} of {len(chosen)}, {case.name}"
         yield measure(case, engine, device, say=partial(_say_at, say, place))
