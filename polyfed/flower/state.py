@@ -73,6 +73,7 @@ class Link(InMemoryLinkState):
                     if answer is not None:  # it was killed while it sent it
                         del self.message_ins_id_to_message_res_id[message_id]
                         del self.message_res_store[answer]
+                        self._drop(answer)
                     question.metadata.delivered_at = ""
             self._activations[node_id] += 1
             return super().activate_node(node_id, heartbeat_interval)
@@ -83,7 +84,7 @@ class Link(InMemoryLinkState):
         question = message.metadata.reply_to_message_id
         pieces = sum(1 for _ in iterate_object_tree(object_tree))
         largest = self.largest_reply
-        if question and largest is not None and pieces > largest // CHUNK + 1 + SMALL_OBJECTS:
+        if question in self.message_ins_store and largest is not None and pieces > largest // CHUNK + 1 + SMALL_OBJECTS:
             with self.lock:
                 self._refused[question] = "its answer is too large."
             return False, []
@@ -146,12 +147,25 @@ class Link(InMemoryLinkState):
     def withdraw(self, question: str) -> None:
         """Forget a question and its answer."""
         with self.lock:
-            answer = self.message_ins_id_to_message_res_id.get(question)
-            for place in (question, answer):
-                if place is not None:
-                    self.object_store.delete(place)
+            self._drop(question)  # also if Flower deleted the question itself, after its time
             self.delete_messages({question})
             self._refused.pop(question, None)
+
+    def delete_messages(self, message_ins_ids: set[str]) -> None:
+        """Flower would leave the pieces of half an answer in memory."""
+        with self.lock:
+            for question in message_ins_ids:
+                self._drop(question)
+                if question in self.message_ins_id_to_message_res_id:
+                    self._drop(self.message_ins_id_to_message_res_id[question])
+            super().delete_messages(message_ins_ids)
+
+    def _drop(self, place: str) -> None:
+        """Forget a message's pieces, and that some were still to come."""
+        session = self._object_push_session_by_root.get(place)
+        if session is not None:
+            self._cleanup_push_session(session, cleanup_messages=False)
+        self.object_store.delete(place)
 
     def _content(self, place: str) -> dict[str, bytes] | None:
         """All pieces of a message, or None while some have not come."""
