@@ -76,8 +76,11 @@ class Attendance:
             listener.tell(f"continuing with {listed([self._names[client] for client in self._present()])}")
         self._call_roll(round, listener.tell)
 
-    def admit(self, tell: Callable[[str], None], round: int) -> None:
-        """Ask the members that are new, or back, to join; one that can't is left out with a note."""
+    def admit(self, tell: Callable[[str], None], round: int, *, known: bool = False) -> None:
+        """Ask the members that are new, or back, to join; one that can't is left out with a note.
+
+        With `known` only those who have joined before: who comes in the middle of a round joins before the next.
+        """
         there = set(self._transport.nodes())
         connected = {client: self._transport.connection(name) for client, name in self._names.items() if name in there}
         present = set(self._transport.present())
@@ -88,6 +91,7 @@ class Attendance:
             client
             for client, connection in connected.items()
             if (self._joined | self._refused).get(client, _NEVER) != connection
+            and (client in self._profiles or not known)
         ]
         if not new:
             return

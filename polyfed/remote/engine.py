@@ -68,6 +68,8 @@ class RemoteEngine(Engine):
     ) -> list[Reply]:
         packets = {c: Packet({"round": round, "score": score}, message) for c, message in downloads.items()}
         answers = self._ask("train", packets, done)
+        # One that crashed and was quickly back is as able to be scored in this round as the others.
+        self._attendance.admit(self.notes.append, round, known=True)
         absent = self._absence(answers)
         return [self._reply(client, round, answers.get(client), absent) for client in sorted(downloads)]
 

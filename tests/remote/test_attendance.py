@@ -36,8 +36,16 @@ class Seen(Watcher):
 class Run:
     """A federation of four sites, of which only some are there at the start."""
 
-    def __init__(self, folder: Path, *there: str, method: Any = "fedproto", rounds: int = 4, **terms: Any) -> None:
-        self.config, self.people = setting(method, participation=1.0, rounds=rounds)
+    def __init__(
+        self,
+        folder: Path,
+        *there: str,
+        method: Any = "fedproto",
+        rounds: int = 4,
+        evaluate: str = "after-training",
+        **terms: Any,
+    ) -> None:
+        self.config, self.people = setting(method, participation=1.0, rounds=rounds, evaluate=evaluate)
         self.agreed = agreement(self.people, **terms)
         self.sites = new_sites(self.people, folder / "sites", self.agreed)
         self.transport = InMemoryTransport({name: self.sites[name].answer for name in there or NAMES}, record=True)
@@ -377,3 +385,37 @@ def test_minimum_members_must_make_sense() -> None:
     assert agreement(people).quorum == 4 and agreement(people, minimum_members=2).quorum == 2
     terms = agreement(people, minimum_members=2, terms={"training": {"lr": 0.1}})
     assert Agreement.from_dict(terms.to_dict()) == terms
+
+
+@pytest.mark.parametrize("evaluate", ["after-training", "after-download"])
+def test_one_that_reconnects_while_it_trains_is_scored_in_the_same_round(tmp_path: Path, evaluate: str) -> None:
+    """It crashed, was quickly back and repeated its answer: the round is that of a run in which nothing happened."""
+    columns = ["round", "accuracy_mean", "loss_mean", "replies"]
+    calm, shaken = (Run(tmp_path / name, evaluate=evaluate) for name in ("calm", "shaken"))
+    usual = shaken.sites["birch"].answer
+
+    def crashing(kind: Kind, packet: Packet) -> Packet:
+        if kind == "train" and packet.facts["round"] == 2:
+            shaken.transport.connections["birch"] += 1
+        return usual(kind, packet)
+
+    shaken.transport.sites["birch"] = crashing
+    calm.federation.run()
+    shaken.federation.run()
+    assert shaken.federation.folder.rounds()[columns].equals(calm.federation.folder.rounds()[columns])
+    assert shaken.asked("join", "birch") == 2
+
+
+def test_one_that_comes_while_others_train_joins_before_the_next_round(tmp_path: Path) -> None:
+    run = Run(tmp_path, "amber", "birch", "cedar", minimum_members=3)
+    usual = run.sites["amber"].answer
+
+    def slow(kind: Kind, packet: Packet) -> Packet:
+        if kind == "train" and packet.facts["round"] == 2:
+            run.comes(NAMES[3])
+        return usual(kind, packet)
+
+    run.transport.sites["amber"] = slow
+    run.federation.run()
+    assert run.column("participants") == [3, 3, 4, 4]
+    assert f"{NAMES[3]} joins before round 3" in run.seen.notes
