@@ -120,12 +120,15 @@ class SiteConnection:
                     wait = min(POLL[1], wait * 1.2)
             if lost.is_set():
                 raise Unreachable("it does not know this connection any more")
+        except KeyboardInterrupt:
+            self.stop.set()
+            raise
         finally:
             lost.set()
+            beating.join(BEATS)  # a heartbeat after the farewell would count as being there
             if self.stop.is_set():
                 with suppress(httpx.HTTPError, RuntimeError):
                     client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
-            beating.join(BEATS)
 
     def _beat(self, client: FleetHttpClient, node: Node, lost: threading.Event) -> None:
         """Say every few seconds that the site is alive, also while it trains."""
