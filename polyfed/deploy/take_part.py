@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from polyfed.deploy.keys import public_line, read_private_key
@@ -76,12 +77,15 @@ class Log:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
     def add(self, line: str) -> None:
-        """Add a line."""
-        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
-        self._tell(line)
+        """Add a line; a full disk must not end the site."""
+        with suppress(OSError):
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+        with suppress(OSError):
+            self._tell(line)
 
 
 def _line(kind: Kind, packet: Packet, answer: Packet, seconds: float) -> str:
