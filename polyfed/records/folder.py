@@ -214,6 +214,10 @@ class RunFolder(RunContents):
         self._write_content(finished=end.to_dict())
         self.tidy()
 
+    def keep_told(self, names: Iterable[str]) -> None:
+        """Remember which members of a federation know that the run has ended."""
+        self._write_content(told=sorted(names))
+
     def tidy(self) -> None:
         """Remove the checkpoints of a finished run, which a kill may have left."""
         if self.finished:
