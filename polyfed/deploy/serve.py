@@ -17,11 +17,9 @@ from polyfed.flower import check_installed
 from polyfed.records import RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.remote import RemoteEngine
+from polyfed.remote.attendance import RECONNECTING
 from polyfed.server.federation import Federation, Watcher
 from polyfed.trackers.fed import run_tracked
-
-RECONNECTING = 25.0
-"""Seconds after which every site that runs has tried to connect again."""
 
 
 def serve(path: Path, watcher: Watcher, *, trust: bool = False) -> RunFolder:

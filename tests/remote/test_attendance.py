@@ -213,6 +213,29 @@ def test_a_member_that_left_for_good_keeps_its_row_after_a_restart(tmp_path: Pat
     assert run.asked("join", "amber") == 2  # whoever is there joins the new server
 
 
+@pytest.mark.parametrize(("seconds", "participants"), [(20, 4), (30, 3)])
+def test_after_a_restart_those_who_took_part_have_time_to_reconnect(
+    tmp_path: Path, seconds: float, participants: int
+) -> None:
+    """Sites try again every few seconds, so with fewer members than before the first round would lose some of them."""
+    run = Run(tmp_path, rounds=2, minimum_members=2)
+    run.federation.round(1)
+    run.federation.checkpoint()
+    run.goes("dune")
+    folder = RunFolder(tmp_path / "run")
+    again = run.started(folder)
+    saved, _ = folder.restore()
+    assert saved is not None
+    again.restore(saved)
+    run.seen.notes.clear()
+    begin = run.transport.now
+    run.transport.at(begin + seconds, lambda: run.comes("dune"))
+    again.run()
+    assert again.folder.rounds()["participants"].tolist() == [4, participants]
+    assert run.transport.now == begin + min(seconds, 25)
+    assert run.seen.notes[0] == "waiting up to 25 s for dune to reconnect"
+
+
 # Pausing -------------------------------------------------------------------------------------------------------------
 
 
