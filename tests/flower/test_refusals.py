@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ def test_an_unregistered_key_is_refused_in_a_sentence(people: support.Federation
     with pytest.raises(Refused, match="does not accept this site's key: ask the coordinator"):
         people.connection("stranger", echo).run()
     assert not fleet.transport.nodes()
+
+
+@pytest.mark.parametrize(("seconds", "accepted"), [(-200, True), (3, True), (60, False)])
+def test_clocks_may_differ_by_minutes_but_no_site_may_be_ahead(
+    people: support.Federation, monkeypatch: pytest.MonkeyPatch, seconds: float, accepted: bool
+) -> None:
+    """A site's clock signs its requests and dates its answers; the sentence names it if it is wrong."""
+    fleet = people.listen()
+    for module in ("flwr.supernode.node_auth_http_interceptor.now", "flwr.app.message.message.now"):
+        monkeypatch.setattr(module, lambda: datetime.now(UTC) + timedelta(seconds=seconds))
+    if not accepted:
+        with pytest.raises(Refused, match="check that this machine's clock is right"):
+            people.connection("amber", echo).run()
+        return
+    people.start("amber", echo)
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    assert fleet.transport.ask("train", {"amber": Packet({"round": 1})}, Patience(20))["amber"].facts["round"] == 1
 
 
 def test_another_authoritys_server_is_refused_by_the_site(people: support.Federation, tmp_path: Path) -> None:
