@@ -5,7 +5,7 @@ READY := $(VENV)/ready
 TESTED := $(VENV)/ready-for-tests
 PICTURES := $(VENV)/ready-for-pictures
 
-.PHONY: demo test test-long lint bench learn clean
+.PHONY: demo test test-long test-federation lint bench learn clean
 
 demo: $(READY)
 	$(VENV)/bin/polyfed run fedproto --rounds 15
@@ -16,6 +16,10 @@ test: $(TESTED)
 # What takes minutes: kills and power cuts at every file operation, ten thousand mutated replies
 test-long: $(TESTED)
 	$(VENV)/bin/python -m pytest -m long
+
+# Servers and sites as real processes: killed, stopped, slow, away
+test-federation: $(TESTED)
+	$(VENV)/bin/python -m pytest -m federation
 
 lint: $(TESTED)
 	$(VENV)/bin/ruff check .
