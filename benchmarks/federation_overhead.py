@@ -4,8 +4,9 @@
 
 Prints for each round the seconds of the slowest site's training (with its scores and what it keeps), of the transport
 (questions and answers on their way, and sites that ask whether there is work), of the server's own work and of its
-checkpoint. The same members are then simulated one after another in this process. The median round of the federation,
-without the first two, must not take more than 5 s longer than the simulation's. The exit status is 1 if it does.
+checkpoint. In the first round the server also waits for the sites. The same members are then simulated one after
+another in this process, for comparison. The median round, without the first two, must have at most 5 s beside the
+training. The exit status is 1 if it has more.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from polyfed.server.federation import Federation
 BAR = 5.0
 PORT = 29443
 NETWORKS = {"amber": "cnn1", "birch": "cnn2", "cedar": "cnn5"}
+TASK = {"classes": 10, "input_shape": [1, 28, 28], "features": 64, "auxiliary": "cnn5"}
 COLUMNS = ("training", "transport", "server", "checkpoint")
 
 
@@ -48,7 +50,7 @@ def prepare(home: Path, method: str, rounds: int) -> None:
         "name": "overhead",
         "method": method,
         "rounds": rounds,
-        "task": {"classes": 10, "input_shape": [1, 28, 28], "mean": [0.5], "std": [0.5], "auxiliary": "cnn5"},
+        "task": {**TASK, "mean": [0.5], "std": [0.5]},
         "members": {name: keys.make_site_keys(home / "keys", name) for name in NETWORKS},
         "server": {"listen": f"127.0.0.1:{PORT}", "minimum_members": 3},
     }
@@ -132,9 +134,10 @@ def show(rounds: Mapping[int, Mapping[str, float]], simulation: float) -> bool:
     middle = {name: statistics.median(spent[name] for spent in late) for name in COLUMNS}
     whole = statistics.median(map(total, late))
     print("median " + "".join(f"{middle[name]:10.3f} s" for name in COLUMNS) + f"{whole:10.3f} s")
-    overhead = whole - simulation
-    print(f"simulated one after another: {simulation:.3f} s a round; the federation adds {overhead:.3f} s of {BAR:g} s")
-    return overhead <= BAR
+    beside = statistics.median(total(spent) - spent["training"] for spent in late)
+    print(f"beside the training: {beside:.3f} s a round, at most {BAR:g} s")
+    print(f"simulated one after another: {simulation:.3f} s a round, in the federation {whole:.3f} s")
+    return beside <= BAR
 
 
 def total(spent: Mapping[str, float]) -> float:
