@@ -8,7 +8,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from polyfed.errors import InputError, unknown_name
+from polyfed.ranges import typed
 from polyfed.remote.transport import Patience
+from polyfed.shapes import TokenShape
+
+LONGEST = 60
+"""Characters of a value that a sentence shows."""
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,9 @@ class Agreement:
     """With fewer members present the run pauses; None: all are needed."""
     terms: Mapping[str, Any] = field(default_factory=dict)
     """What the members agreed on, as plain values; every site compares it with its own before it joins."""
+    vocabulary: int | None = None
+    padding: int | None = None
+    """What a dataset says about its token ids, where samples are such."""
 
     def __post_init__(self) -> None:
         if sorted(self.members.values()) != list(range(len(self.members))):
@@ -45,6 +54,11 @@ class Agreement:
                 f"the members are clients {sorted(self.members.values())}, but must be numbered from 0 to "
                 f"{len(self.members) - 1}, each once."
             )
+        if isinstance(self.input_shape, TokenShape):  # plain values only, which survive JSON
+            shape = self.input_shape
+            plain = {"input_shape": tuple(shape), "vocabulary": shape.vocabulary, "padding": shape.padding}
+            for name, value in plain.items():
+                object.__setattr__(self, name, value)
         for name in ("enough_replies", "minimum_members"):
             value = getattr(self, name)
             if value is not None and (not _is_number(value, int) or not 1 <= value <= len(self.members)):
@@ -100,13 +114,14 @@ def first_difference(own: Any, other: Any, path: str = "") -> str | None:
     """
     if isinstance(own, Mapping) and isinstance(other, Mapping):
         for name in dict.fromkeys([*own, *other]):
-            found = first_difference(own.get(name), other.get(name), f"{path}.{name}" if path else str(name))
+            inner = f"{path}.{name}" if path else str(name)
+            found = first_difference(own.get(name, _MISSING), other.get(name, _MISSING), inner)
             if found:
                 return found
         return None
     if _plain(own) == _plain(other):
         return None
-    return f"{path} is {_shown(own)} here and {_shown(other)} at the server"
+    return f"{_shown(path)} is {_shown(own)} here and {_shown(other)} at the server"
 
 
 def _plain(value: Any) -> Any:
@@ -114,4 +129,6 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return "missing" if value is None else str(value)[:100]
+    """A value in a sentence; what another side sent may be of any length."""
+    text = "missing" if value is _MISSING else typed(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

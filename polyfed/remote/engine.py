@@ -13,7 +13,7 @@ from polyfed.methods.base import Method, Reply
 from polyfed.profile import Profile
 from polyfed.remote.agreement import Agreement
 from polyfed.remote.attendance import Attendance
-from polyfed.remote.checks import checked_loss, checked_shares, rules_of
+from polyfed.remote.checks import checked_loss, checked_shares, readable, rules_of
 from polyfed.remote.transport import Kind, Packet, Patience, Transport
 
 JOINING_SECONDS = 60.0
@@ -69,7 +69,7 @@ class RemoteEngine(Engine):
         packets = {c: Packet({"round": round, "score": score}, message) for c, message in downloads.items()}
         answers = self._ask("train", packets, done)
         # One that crashed and was quickly back is as able to be scored in this round as the others.
-        self._attendance.admit(self.notes.append, round, known=True)
+        self._attendance.admit(self.notes.append, round, returning=True)
         absent = self._absence(answers)
         return [self._reply(client, round, answers.get(client), absent) for client in sorted(downloads)]
 
@@ -88,7 +88,7 @@ class RemoteEngine(Engine):
         """
         packets = {client: Packet({"round": round}, message) for client, message in downloads.items()}
         answers = self._ask("finish", packets)
-        return {client: str(answer.facts.get("failure", ""))[:500] for client, answer in answers.items()}
+        return {client: readable(answer.facts.get("failure", "")) for client, answer in answers.items()}
 
     def admit(self, tell: Callable[[str], None], round: int) -> None:
         """Let members join that are there now, without waiting."""
@@ -131,9 +131,9 @@ class RemoteEngine(Engine):
         try:
             facts = answer.facts
             if answer.failed:
-                return Reply(client, Message(), failure=str(facts["failure"])[:500])
+                return Reply(client, Message(), failure=readable(facts["failure"]))
             if facts.get("round") != round:
-                raise BadMessage(f"it answered for round {str(facts.get('round'))[:20]}, not for round {round}.")
+                raise BadMessage(f"it answered for round {readable(facts.get('round'), 20)}, not for round {round}.")
             loss = checked_loss(facts.get("loss"))
             return Reply(client, answer.message or Message(), loss, evaluation=self._shares(answer))
         except BadMessage as error:
