@@ -57,7 +57,7 @@ class Normed(nn.Sequential):
             nn.ReLU(), nn.Linear(32, classes),
         )
 '''
-PATIENCE = 240.0
+PATIENCE = 180.0
 """Seconds after which something that should have happened is a failure; machines that run tests may be slow."""
 
 

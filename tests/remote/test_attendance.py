@@ -56,6 +56,15 @@ class Run:
         engine = RemoteEngine(self.agreed, self.transport, self.people.method)
         return Federation(self.config, self.people.method, engine, folder, self.seen)
 
+    def restarted(self) -> Federation:
+        """From the last checkpoint, as after a kill."""
+        folder = RunFolder(self.federation.folder.path)
+        again = self.started(folder)
+        saved, _ = folder.restore()
+        assert saved is not None
+        again.restore(saved)
+        return again
+
     def comes(self, name: str, answer: Answer | None = None) -> None:
         self.transport.sites[name] = answer or self.sites[name].answer
         self.transport.connections[name] += 1
@@ -201,11 +210,7 @@ def test_a_member_that_left_for_good_keeps_its_row_after_a_restart(tmp_path: Pat
     run.goes("birch")
     run.federation.round(3)
     run.federation.checkpoint()
-    folder = RunFolder(tmp_path / "run")
-    again = run.started(folder)
-    saved, _ = folder.restore()
-    assert saved is not None
-    again.restore(saved)
+    again = run.restarted()
     assert sorted(again.profiles) == [0, 1, 2, 3]
     again.run()
     assert again.folder.clients().client.tolist() == [0, 1, 2, 3]
@@ -222,11 +227,7 @@ def test_after_a_restart_those_who_took_part_have_time_to_reconnect(
     run.federation.round(1)
     run.federation.checkpoint()
     run.goes("dune")
-    folder = RunFolder(tmp_path / "run")
-    again = run.started(folder)
-    saved, _ = folder.restore()
-    assert saved is not None
-    again.restore(saved)
+    again = run.restarted()
     run.seen.notes.clear()
     begin = run.transport.now
     run.transport.at(begin + seconds, lambda: run.comes("dune"))
@@ -281,11 +282,7 @@ def test_a_run_that_waits_can_be_stopped_and_resumed(tmp_path: Path, finished: i
         run.federation.run()
     run.seen.stop_requested = False
     run.comes("dune")
-    folder = RunFolder(tmp_path / "run")
-    again = run.started(folder)
-    saved, _ = folder.restore()
-    assert saved is not None
-    again.restore(saved)
+    again = run.restarted()
     again.run()
     assert list(again.folder.rounds()["round"]) == [1, 2, 3]
     assert list(again.folder.rounds().replies) == [4, 4, 4]
