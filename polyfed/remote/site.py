@@ -135,7 +135,10 @@ class Site:
         return Packet({"round": round, **told}, kept.message(self._diary.folder))
 
     def _new_answer(self, round: int, download: Message, *, score: bool) -> Entry:
-        self._go_to(self._diary.before(round))
+        before = self._diary.before(round)
+        if before is None and round > 1:  # it joined late, or somebody deleted its folder
+            self.notes.append(f"there is no earlier state here, so round {round} starts from the initial weights")
+        self._go_to(before)
         self._at = None  # in case the training fails
         (reply,) = self._engine.train(round, {self.client: download})
         scores = self._engine.evaluate([self.client], round) if score and self.share == "scores" else {}

@@ -311,6 +311,17 @@ def test_an_error_in_a_sites_own_code_stays_there(tmp_path: Path, monkeypatch: p
     assert site.notes == ["secret of /home/amber"]
 
 
+def test_a_site_says_to_its_owner_that_it_starts_from_its_initial_weights(tmp_path: Path) -> None:
+    """In the first round that is as it should be; later it joined late, or its folder was deleted."""
+    _, people = setting("standalone")
+    amber, birch = (new_sites(people, tmp_path, agreement(people))[name] for name in ("amber", "birch"))
+    for round in (1, 2):
+        assert not ask(amber, "train", round=round).failed
+    assert amber.notes == []
+    assert not ask(birch, "train", round=7).failed
+    assert birch.notes == ["there is no earlier state here, so round 7 starts from the initial weights"]
+
+
 def test_another_run_is_refused(tmp_path: Path) -> None:
     _, people = setting("standalone")
     site = new_sites(people, tmp_path, agreement(people))["amber"]
