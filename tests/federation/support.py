@@ -142,7 +142,8 @@ class Party:
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, f"{self.name} did not {what} in time; it said:\n{self.said}"
+            ended = self.process is not None and self.process.poll() is not None and not condition()
+            assert not ended and time.monotonic() < end, f"{self.name} did not {what} in time; it said:\n{self.said}"
             time.sleep(0.05)
 
 
