@@ -70,7 +70,7 @@ def test_members_join_late_leave_and_are_waited_for(tmp_path: Path) -> None:
         cedar.start().wait_to_say("connected to")
         birch.release()
         real.server.wait_to_say("cedar joins before round")
-        cedar.wait_to_say("asked to train")
+        real.server.wait_to_say(r"(?m)^round .* 3 of 3 answered")
         cedar.signal(signal.SIGTERM)
         birch.signal(signal.SIGTERM)
         assert (cedar.wait(), birch.wait()) == (143, 143)

@@ -118,10 +118,10 @@ def test_a_site_that_stays_away_comes_back_with_its_own_state(tmp_path: Path) ->
     """The numbers are those of a simulation in which it misses the same rounds, and one that joined late the first."""
     with support.federation(tmp_path, rounds=12, server={"minimum_members": 2}) as real:
         birch, cedar = real.sites["birch"], real.sites["cedar"]
-        birch.hold()
-        birch.start()
-        cedar.start("training", "1")
         real.server.start()
+        birch.start().wait_to_say("connected to")
+        birch.hold()
+        cedar.start("training", "1")
         cedar.wait_to_say("asked to train round 1")
         real.sites["amber"].start().wait_to_say("connected")
         birch.release()
