@@ -10,12 +10,13 @@ from torch import Tensor
 
 from polyfed.addresses import PYTHON
 from polyfed.compute import physical_memory, set_precision
-from polyfed.config import Experiment
+from polyfed.config import Experiment, experiment
 from polyfed.data import (
     ClientData,
     Dataset,
     check_tested,
     chosen_test_set,
+    describe_clients,
     describe_test_set,
     layout_hint,
     load_dataset,
@@ -92,7 +93,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         {name: example.head_name for name, example in examples.items()},
         own_start=config.start == "client",
         test_set=chosen_test_set(dataset, config.split, config.test_set),
-        notes=describe_test_set(dataset, config.split, config.test_set, clients),
+        notes=_notes(config, dataset, clients),
         devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
     return rehearse(population, examples)
@@ -157,6 +158,11 @@ def _hash(tensors: Mapping[str, Tensor], *, values: bool, layers: str = "") -> s
     return found.hexdigest()
 
 
+def _notes(config: Experiment, dataset: Dataset, clients: list[ClientData]) -> list[str]:
+    about = describe_test_set(dataset, config.split, config.test_set, clients)
+    return [describe_clients(dataset), *about] if config.partition in ("natural", "given") else about
+
+
 def _check_size(config: Experiment, dataset: Dataset) -> None:
     """Refuse what no machine can build, or this one can't, before trying."""
     if config.clients > len(dataset):
@@ -215,7 +221,19 @@ def named_data(config: Experiment) -> Dataset:
             f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "
             "polyfed.resume(run, data=…)."
         )
-    return load_dataset(config.data, config.data_folder, label=config.label)
+    return load_dataset(config.data, config.data_folder, label=config.label, client=config.client, image=config.image)
+
+
+def settled(config: Experiment, dataset: Dataset) -> Experiment:
+    """The experiment with what follows from its data: where these say whose they are, partition and clients.
+
+    What a user set is kept; a number of clients that contradicts the data is refused when samples are dealt.
+    """
+    if not dataset.clients or config.partition not in ("natural", "given") and "partition" in config.model_fields_set:
+        return config
+    kind = config.partition if "partition" in config.model_fields_set else "natural"
+    clients = config.clients if "clients" in config.model_fields_set else dataset.clients
+    return experiment(**{**config.model_dump(), "partition": kind, "clients": clients})
 
 
 def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:

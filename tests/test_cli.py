@@ -146,7 +146,7 @@ def test_ctrl_c_before_the_run_begins_is_one_line_without_advice(
 ) -> None:
     """A real signal, as if it came while a dataset is decoded."""
 
-    def decode(*arguments: object) -> None:
+    def decode(*arguments: object, **columns: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("polyfed.assemble.load_dataset", decode)
@@ -331,7 +331,7 @@ def test_help_describes_every_option(shell: Shell) -> None:
     ):  # fmt: skip
         assert f"--{option}" in ended.output
     words = " ".join(ended.output.replace("│", " ").split())
-    assert "distributed among clients; one of shares, pathological, dirichlet, iid (default: shares)" in words
+    assert "whose they are; one of shares, pathological, dirichlet, iid, natural, given (default: shares)" in words
     assert "clients in the federation (default: 10)" in words
 
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.data.dataset import Dataset
+from polyfed.data.labels import count_classes, no_regression, numbered
+from polyfed.data.natural import with_clients
 from polyfed.errors import InputError
 
 Array = NDArray[Any] | Tensor
@@ -30,20 +32,28 @@ def from_arrays(
     *,
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    client: Array | Sequence[Any] | None = None,
+    client_test: Array | Sequence[Any] | None = None,
 ) -> Dataset:
     """A dataset from numpy arrays or torch tensors.
 
     `uint8` images may be N,H,W or N,H,W,C or N,C,H,W; they are normalised with the mean and standard deviation per
     channel of `x`. Float arrays of any shape are used as they are. Labels are whole numbers 0 … C − 1, each of which
-    occurs; give `classes` or `class_names` if some do not occur in these samples. Samples of `x_test` are kept for
-    testing, unless the experiment's `test_set` says otherwise.
+    occurs; give `classes` or `class_names` if some do not occur in these samples. Words and one-hot rows are accepted
+    too. Samples of `x_test` are kept for testing, unless the experiment's `test_set` says otherwise. `client` and
+    `client_test` say whose each sample is, by numbers or names, for the partition `natural`.
 
     >>> dataset = from_arrays(np.zeros((4, 28, 28), np.uint8), np.array([0, 1, 2, 0]))
     >>> dataset.input_shape, dataset.classes
     ((1, 28, 28), 3)
     """
+    if isinstance(class_names, str):
+        raise InputError(f"class_names is the text '{class_names}': give a list with a name for each class.")
+    class_names = None if class_names is None else tuple(str(each) for each in class_names)
+    y, y_test, class_names = numbered(y, y_test, name, class_names)
     images, labels, official_test = join_arrays(x, y, x_test, y_test, name)
-    return measured_dataset(images, labels, official_test, name, classes, class_names)
+    dataset = measured_dataset(images, labels, official_test, name, classes, class_names)
+    return with_clients(dataset, client, client_test)
 
 
 def join_arrays(
@@ -77,13 +87,11 @@ def measured_dataset(
     class_names: Sequence[str] | None = None,
 ) -> Dataset:
     """A dataset that is normalised with the statistics of its own training images."""
-    if isinstance(class_names, str):
-        raise InputError(f"class_names is the text '{class_names}': give a list with a name for each class.")
     training = images[: len(images) - official_test]
     mean, std = channel_statistics(training) if images.dtype == torch.uint8 else ((), ())
     names = () if class_names is None else tuple(str(each) for each in class_names)
     if classes is None:
-        classes = len(names) or _count_classes(labels, name)
+        classes = len(names) or count_classes(labels, name)
         if names and int(labels.max()) >= classes:
             raise InputError(
                 f"dataset '{name}' has labels up to {int(labels.max())}, but {classes} class_names: give a name for "
@@ -192,8 +200,8 @@ def _labels(y: Array, name: str) -> Tensor:
         tensor = tensor.squeeze(1)
     if tensor.ndim == 2:
         raise InputError(
-            f"dataset '{name}' has labels of shape {tuple(tensor.shape)}: give one whole number per sample; for "
-            f"one-hot labels that is y.argmax(1)."
+            f"dataset '{name}' has labels of shape {tuple(tensor.shape)}: give one whole number or word per sample, or "
+            f"one-hot rows with a single 1 each."
         )
     if tensor.ndim != 1 or tensor.is_complex():
         raise InputError(
@@ -204,10 +212,7 @@ def _labels(y: Array, name: str) -> Tensor:
         wrong = torch.nonzero((tensor != tensor.round()) | ~torch.isfinite(tensor)).flatten()
         if len(wrong):
             first = int(wrong[0])
-            raise InputError(
-                f"dataset '{name}' has the label {float(tensor[first]):g} at index {first}, but polyfed classifies, so "
-                f"labels are classes: give whole numbers from 0 (values to predict by regression are not supported)."
-            )
+            raise no_regression(name, f"the value {float(tensor[first]):g} at index {first}")
     return tensor.to(torch.int64).contiguous()
 
 
@@ -221,12 +226,6 @@ def _tensor(values: Array, what: str, name: str) -> Tensor:
         raise InputError(
             f"dataset '{name}' has {what} of different shapes: resize the samples first, and give one array."
         ) from None
-    if (
-        what == "labels"
-        and array.size
-        and (array.dtype.kind in "US" or (array.dtype == object and isinstance(array.flat[0], str)))
-    ):
-        raise text_labels(name, str(array.flat[0]))
     try:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
     except TypeError:
@@ -240,24 +239,3 @@ def _check_pairs(images: Tensor, labels: Tensor, name: str) -> None:
         raise InputError(
             f"dataset '{name}' has {len(images)} samples but {len(labels)} labels: give one label per sample."
         )
-
-
-def _count_classes(labels: Tensor, name: str) -> int:
-    """The number of classes, where labels are 0 … C − 1 and all occur; this catches labels that start at 1."""
-    present = torch.unique(labels)
-    classes = int(present[-1]) + 1
-    if int(present[0]) < 0 or len(present) != classes:
-        raise InputError(
-            f"dataset '{name}' has {len(present)} different labels from {int(present[0])} to {classes - 1}: number "
-            f"them 0 to {len(present) - 1}, or, if some classes do not occur here, give class_names with a name for "
-            f"each class."
-        )
-    return classes
-
-
-def text_labels(name: str, example: str) -> InputError:
-    """The error for labels that are words."""
-    return InputError(
-        f"dataset '{name}' has labels that are text, such as '{example}': number them first, for example with "
-        f"class_names, y = numpy.unique(texts, return_inverse=True)."
-    )

@@ -25,7 +25,7 @@ class Address:
     KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "npz": (),
         "folder": ("size", "mode"),
-        "table": ("label", "drop", "test", "constants"),
+        "table": ("label", "client", "drop", "test", "constants"),
     }
     """Every kind with its options."""
 
@@ -88,8 +88,9 @@ def parse_address(text: str) -> Address | None:
 
 def guess_address(path: str) -> Address:
     """The address of a path without a kind, by what is there."""
-    if Path(path).expanduser().is_dir():
-        return Address("folder", path)
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return Address("npz" if any(place.glob("*.np[yz]")) else "folder", path)
     table = {suffix.lower() for suffix in Path(path).suffixes} & {".csv", ".tsv", ".parquet"}
     return Address("table" if table else "npz", path)
 

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.data.arrays import join_arrays, measured_dataset
+from polyfed.data.arrays import join_arrays
+from polyfed.data.columns import Columns
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import (
     find_idx_folder,
@@ -29,8 +30,11 @@ from polyfed.data.files import (
     read_npz,
 )
 from polyfed.data.folders import read_folder
-from polyfed.data.own import Address, guess_address, no_columns, parse_address
+from polyfed.data.labels import in_order
+from polyfed.data.natural import with_clients
+from polyfed.data.own import Address, guess_address, parse_address
 from polyfed.data.reading import Decoded, decoded_once, read_many
+from polyfed.data.samples import Samples, join_samples
 from polyfed.data.table_files import read_table
 from polyfed.errors import InputError, unknown_name
 
@@ -115,32 +119,38 @@ def default_folder() -> Path:
 
 
 def load_dataset(
-    name: str, folder: Path | str | None = None, download: bool = True, *, label: str | None = None
+    name: str,
+    folder: Path | str | None = None,
+    download: bool = True,
+    *,
+    label: str | None = None,
+    client: str | None = None,
+    image: str | None = None,
 ) -> Dataset:
     """The dataset of that name, from the folder (default: POLYFED_DATA, else ./data).
 
     NAME.npz in the folder (with x_train, y_train, x_test, y_test) is used first: that is how to provide any
     dataset without internet access. Your own data are `npz:PATH` (an archive of arrays), `folder:PATH` (pictures by
-    class) or `table:PATH` (CSV or Parquet, where `label` is the column with the classes).
+    class) or `table:PATH` (CSV or Parquet, where `label` is the column with the classes, and `client` perhaps one that
+    says whose a row is).
 
     >>> load_dataset("digits").input_shape
     (1, 28, 28)
     """
     address = parse_address(name)
     if address is not None:
-        return OWN[address.kind](address.with_settings(label=label))
+        return OWN[address.kind](address.with_settings(label=label, client=client, image=image))
     source = SOURCES.get(name.lower())
     if source is None or not source.load:
         if "/" in name or Path(name).suffix in (".npz", ".csv", ".parquet") or Path(name).exists():
             own = guess_address(name)
             raise InputError(f"'{name}' is not the name of a dataset: for your own data write {own.text}.")
         raise unknown_name("dataset", name, SOURCES)
-    if label is not None:
-        raise no_columns("label", label, name)
+    Columns(label, client, image).refuse(name)
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
     if archive.is_file():
-        return source.dataset(*read_npz(archive, source.name))
+        return _named_archive(source, archive)
     return source.load(source, place, download)
 
 
@@ -217,9 +227,28 @@ def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
     )
 
 
+def _named_archive(source: Source, archive: Path) -> Dataset:
+    """A named dataset from an npz archive."""
+    found = read_npz(archive)
+    images, labels, official_test = join_arrays(
+        found["x"], found["y"], found.get("x_test"), found.get("y_test"), source.name
+    )
+    dataset = source.dataset(images, labels, official_test, found.get("class_names"))
+    return with_clients(dataset, found.get("client"), found.get("client_test"))
+
+
 def _own_archive(address: Address) -> Dataset:
-    images, labels, official_test, class_names = read_npz(address.file, address.name)
-    return measured_dataset(images, labels, official_test, address.name, class_names=class_names)
+    """Arrays in one archive, or in a folder with one archive per client."""
+    if not address.file.is_dir():
+        return Samples(**read_npz(address.file)).dataset(address.name)
+    files = {path.stem.removeprefix("client-"): path for path in address.file.glob("client-*.npz")}
+    if not files:
+        raise InputError(f"{address.file} is a folder without client-*.npz: give an archive, or one for each client.")
+    parts = {client: Samples(**read_npz(files[client])) for client in in_order(set(files))}
+    for client, part in parts.items():
+        if part.client is not None:
+            raise InputError(f"{files[client]} holds a client array, but its name says whose it is: leave one out.")
+    return join_samples(parts).dataset(address.name)
 
 
 OWN: dict[str, Callable[[Address], Dataset]] = {"npz": _own_archive, "folder": read_folder, "table": read_table}

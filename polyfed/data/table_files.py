@@ -31,6 +31,7 @@ def read_table(address: Address) -> Dataset:
         options.get("label", constants.label if constants else None),
         None if test is None else read_frame(test),
         address.name,
+        client=options.get("client"),
         drop=drop,
         constants=constants,
     )
