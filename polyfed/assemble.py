@@ -18,6 +18,7 @@ from polyfed.data import (
     chosen_test_set,
     describe_clients,
     describe_test_set,
+    in_pieces,
     layout_hint,
     load_dataset,
     partition,
@@ -154,7 +155,8 @@ def _hash(tensors: Mapping[str, Tensor], *, values: bool, layers: str = "") -> s
     for name, tensor in tensors.items():
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if values:
-            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            for piece in in_pieces(tensor.detach()) if tensor.ndim else [tensor.detach()]:
+                found.update(piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -332,7 +332,7 @@ def test_help_describes_every_option(shell: Shell) -> None:
         assert f"--{option}" in ended.output
     words = " ".join(ended.output.replace("│", " ").split())
     assert "whose they are; one of shares, pathological, dirichlet, iid, natural, given (default: shares)" in words
-    assert "clients in the federation (default: 10)" in words
+    assert "clients in the federation; with natural, as many as the data have (default: 10)" in words
 
 
 def test_python_m_polyfed_is_polyfed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from polyfed.data.dataset import ClientData, Dataset
 from polyfed.data.files import save_npz
 from polyfed.data.given import as_data
 from polyfed.data.given_test import check_tested, chosen_test_set, describe_test_set
+from polyfed.data.mapped import in_pieces
 from polyfed.data.natural import describe_clients, with_clients, with_given, without_lists
 from polyfed.data.own import guess_address, parse_address
 from polyfed.data.partitions import PARTITIONS, SPLITS, partition
@@ -40,6 +41,7 @@ __all__ = [
     "from_frame",
     "from_torch_dataset",
     "guess_address",
+    "in_pieces",
     "layout_hint",
     "load_dataset",
     "parse_address",

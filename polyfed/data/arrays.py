@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polyfed.data.dataset import Dataset
 from polyfed.data.labels import count_classes, no_regression, numbered
+from polyfed.data.mapped import ROWS, in_pieces, mapped_tensor
 from polyfed.data.natural import with_clients
 from polyfed.errors import InputError
 
@@ -68,6 +69,11 @@ def join_arrays(
         return images, labels, 0
     if len(x_test) == 0 and len(y_test) == 0:
         raise InputError(f"dataset '{name}' has an empty test set: leave x_test and y_test out, or fill them.")
+    if isinstance(x, np.memmap):
+        raise InputError(
+            f"dataset '{name}' stays on disk, so x_test can't be joined with it: leave x_test and y_test out, and the "
+            f"split reserves test samples in each client."
+        )
     test_images, test_labels = _images(x_test, name), _labels(y_test, name)
     _check_pairs(test_images, test_labels, name)
     if test_images.dtype != images.dtype or test_images.shape[1:] != images.shape[1:]:
@@ -166,17 +172,18 @@ def _images(x: Array, name: str) -> Tensor:
             f"dataset '{name}' has {tensor.dtype} data of shape {tuple(tensor.shape)}: give uint8 images "
             f"(N,H,W or N,H,W,C or N,C,H,W) or float arrays."
         )
-    return channels_first(tensor).contiguous()
+    arranged = channels_first(tensor)
+    return arranged if isinstance(x, np.memmap) else arranged.contiguous()
 
 
 def _check_floats(tensor: Tensor, name: str) -> None:
     """Check that float data are finite, and are not raw pixels, which would be used without normalisation."""
     if tensor.ndim < 2:
         raise InputError(f"dataset '{name}' has float data of shape {tuple(tensor.shape)}: give [samples, …].")
-    finite = torch.isfinite(tensor)
-    if not bool(finite.all()):
-        wrong = torch.nonzero(~finite)
-        first = wrong[0].tolist()
+    wrong = [row for piece in in_pieces(tensor) for row in _not_finite(piece)]
+    if wrong:
+        start = next(n for n, piece in enumerate(in_pieces(tensor)) if _not_finite(piece)) * ROWS
+        first = [start + wrong[0][0], *wrong[0][1:]]
         what = "NaN" if bool(torch.isnan(tensor[tuple(first)])) else "infinite"
         raise InputError(
             f"dataset '{name}' has {len(wrong)} value(s) that are not finite numbers, the first (a value that is "
@@ -185,12 +192,22 @@ def _check_floats(tensor: Tensor, name: str) -> None:
     low, high = float(tensor.min()), float(tensor.max())
     images = tensor.ndim == 4 and bool({1, 3, 4} & {tensor.shape[1], tensor.shape[3]})
     # Without an axis for channels it may be any table; whole numbers up to 255 mean a grey image.
-    grey = tensor.ndim == 3 and min(tensor.shape[1:]) >= 8 and bool((tensor == tensor.round()).all())
+    grey = (
+        tensor.ndim == 3
+        and min(tensor.shape[1:]) >= 8
+        and all(bool((piece == piece.round()).all()) for piece in in_pieces(tensor))
+    )
     if low >= 0 and PIXELS_FROM < high <= 255 and (images or grey):
         raise InputError(
             f"dataset '{name}' has float images with values from {low:g} to {high:g}, which look like pixels of 0 to "
             f"255: give them as uint8 (x.astype('uint8')) to have them normalised, or normalise them yourself."
         )
+
+
+def _not_finite(piece: Tensor) -> list[list[int]]:
+    """The indices of values that are no finite numbers."""
+    found: list[list[int]] = torch.nonzero(~torch.isfinite(piece)).tolist()
+    return found
 
 
 def _labels(y: Array, name: str) -> Tensor:
@@ -217,7 +234,12 @@ def _labels(y: Array, name: str) -> Tensor:
 
 
 def _tensor(values: Array, what: str, name: str) -> Tensor:
-    """A separate tensor on the CPU: the caller may change its array later, and the dataset must not change with it."""
+    """A separate tensor on the CPU: the caller may change its array later, and the dataset must not change with it.
+
+    Only an array on disk stays where it is.
+    """
+    if isinstance(values, np.memmap) and what == "images":
+        return mapped_tensor(values, name)
     if isinstance(values, Tensor):
         return values.detach().to("cpu", copy=True)
     try:

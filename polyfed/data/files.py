@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from polyfed.data.dataset import Dataset
+from polyfed.data.mapped import map_member, read_npy_folder
 from polyfed.data.reading import read_many
 from polyfed.errors import InputError
 
@@ -28,12 +29,13 @@ KEYS = ("x", "y", "x_test", "y_test", "class_names", "client", "client_test")
 """The arrays of an archive, where x, y and client may also be called x_train, y_train and client_train."""
 
 
-def read_npz(path: Path) -> dict[str, Any]:
-    """The arrays of an npz archive by the names of `KEYS`, those that it holds.
+def read_npz(path: Path, map: str | None = None) -> dict[str, Any]:
+    """The arrays of an npz archive, or of a folder of npy files, by the names of `KEYS`, those that it holds.
 
     It holds x_train, y_train and perhaps x_test, y_test; or x, y; and perhaps class_names, client and client_test.
     """
-    arrays = read_arrays(path, "save it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)")
+    remedy = "save it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)"
+    arrays = read_npy_folder(path, map) if path.is_dir() else read_arrays(path, remedy, map)
     training = ("x_train", "y_train") if "x_train" in arrays or "y_train" in arrays else ("x", "y")
     missing = [key for key in training if key not in arrays]
     if missing:
@@ -54,8 +56,8 @@ def read_npz(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_arrays(path: Path, remedy: str) -> dict[str, NDArray[np.generic]]:
-    """All arrays of an npz archive; `remedy` says how to make one."""
+def read_arrays(path: Path, remedy: str, map: str | None = "no") -> dict[str, NDArray[np.generic]]:
+    """All arrays of an npz archive; `remedy` says how to make one, `map` whether samples stay on disk."""
     try:
         with path.open("rb") as file:
             start = file.read(6)
@@ -64,7 +66,8 @@ def read_arrays(path: Path, remedy: str) -> dict[str, NDArray[np.generic]]:
             raise InputError(f"{path} {what}: {remedy}.")
         # Without pickle: reading a file must never run code from it.
         with np.load(path, allow_pickle=False) as archive:
-            return {key: archive[key] for key in archive}
+            mapped = {key: map_member(path, key, map) for key in archive if key in ("x", "x_train")}
+            return {key: archive[key] if (kept := mapped.get(key)) is None else kept for key in archive}
     except FileNotFoundError:
         raise InputError(f"there is no file {path}: give the path of an npz archive, or {remedy}.") from None
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:

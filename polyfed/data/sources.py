@@ -238,20 +238,36 @@ def _named_archive(source: Source, archive: Path) -> Dataset:
 
 
 def _own_archive(address: Address) -> Dataset:
-    """Arrays in one archive, or in a folder with one archive per client."""
-    if not address.file.is_dir():
-        return Samples(**read_npz(address.file)).dataset(address.name)
+    """Arrays in one archive, in a folder of npy files, or in a folder with one archive per client."""
+    map = address.options.get("map")
+    if not address.file.is_dir() or any(address.file.glob("*.npy")):
+        return Samples(**read_npz(address.file, map)).dataset(address.name)
+    if map is not None:
+        raise InputError(f"'{address.text}' has one archive per client, which are read into memory: leave map out.")
     files = {path.stem.removeprefix("client-"): path for path in address.file.glob("client-*.npz")}
     if not files:
-        raise InputError(f"{address.file} is a folder without client-*.npz: give an archive, or one for each client.")
-    parts = {client: Samples(**read_npz(files[client])) for client in in_order(set(files))}
+        raise InputError(
+            f"{address.file} is a folder without client-*.npz or x.npy: give an archive, or one for each client."
+        )
+    parts = {client: Samples(**read_npz(files[client], "no")) for client in in_order(set(files))}
     for client, part in parts.items():
         if part.client is not None:
             raise InputError(f"{files[client]} holds a client array, but its name says whose it is: leave one out.")
     return join_samples(parts).dataset(address.name)
 
 
-OWN: dict[str, Callable[[Address], Dataset]] = {"npz": _own_archive, "folder": read_folder, "table": read_table}
+def _hub(address: Address) -> Dataset:
+    from polyfed.data.hub import read_hub  # which reads what people hold, names of datasets among it
+
+    return read_hub(address)
+
+
+OWN: dict[str, Callable[[Address], Dataset]] = {
+    "npz": _own_archive,
+    "folder": read_folder,
+    "table": read_table,
+    "hf": _hub,
+}
 """How each kind of a user's own data is read."""
 
 
@@ -367,6 +383,7 @@ _ENTRIES = (
     ),
     Source("npz:PATH", "arrays of your own", 0, 0, (), "an npz with x_train, y_train, …", ((), ())),
     Source("folder:PATH", "pictures of your own", 0, 0, (), "folders CLASS/PICTURE", ((), ())),
+    Source("hf:NAME", "a dataset of the Hugging Face hub", 0, 0, (), "pip install 'polyfed[hf]'", ((), ())),
     Source("table:PATH", "a table of your own", 0, 0, (), "CSV or Parquet, --label COLUMN", ((), ())),
 )
 

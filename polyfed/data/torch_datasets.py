@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from polyfed.data.arrays import from_arrays
 from polyfed.data.columns import Columns, class_names_of
 from polyfed.data.dataset import Dataset
+from polyfed.data.mapped import write_samples
 from polyfed.errors import InputError
 
 
@@ -30,14 +32,20 @@ def from_torch_dataset(
     *,
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    folder: Path | str | None = None,
 ) -> Dataset:
     """A dataset from any torch dataset of pairs (image, label); every sample is read once.
+
+    For one that does not fit into memory, name a `folder`: samples are written there one after another, and stay there.
+    A later run may use `data="npz:FOLDER"`.
 
     Pictures (PIL) and `uint8` arrays become `uint8` images; float tensors stay floats, as the dataset's transform
     made them, so give it no random transform: `Augmentation` draws again in every round. Class names are those that
     `train.classes` lists, as torchvision's datasets do, unless `class_names` gives others.
     """
-    x, y, _ = read_samples(train, name)
+    if folder is not None and test is not None:
+        raise InputError(f"dataset '{name}' is kept in a folder, so it can't have a test set of its own: leave it out.")
+    x, y, _ = read_samples(train, name) if folder is None else read_into(Path(folder), train, name)
     x_test, y_test, _ = read_samples(test, name) if test is not None else (None, None, None)
     if classes is None and class_names is None:
         class_names = class_names_of(train, Columns())
@@ -88,6 +96,22 @@ def read_samples(samples: Any, name: str, columns: Columns | None = None) -> tup
     owners = [owner for _, _, owner in triples]
     known = columns is not None and columns.client is not None
     return torch.stack(images), _stacked([label for _, label, _ in triples], name), owners if known else None
+
+
+def read_into(folder: Path, samples: Any, name: str) -> tuple[Any, Any, None]:
+    """The same, one sample at a time, into a folder with x.npy and y.npy."""
+    labels: list[Any] = []
+
+    def images() -> Iterator[Tensor]:
+        for position in range(len(samples)):
+            image, label, _ = _sample(samples[position], position, name, Columns())
+            labels.append(label)
+            yield as_sample(image)
+
+    x = write_samples(images(), len(samples), folder, name)
+    y = _stacked(labels, name)
+    np.save(folder / "y.npy", y.astype(str) if y.dtype == object else y, allow_pickle=False)
+    return x, y, None
 
 
 def _sample(sample: Any, position: int, name: str, columns: Columns) -> tuple[Any, Any, Any]:
