@@ -17,7 +17,8 @@ from polyfed.data.mapped import in_pieces
 from polyfed.data.natural import describe_clients, with_clients, with_given, without_lists
 from polyfed.data.own import guess_address, parse_address
 from polyfed.data.partitions import PARTITIONS, SPLITS, partition
-from polyfed.data.sources import SOURCES, Source, default_folder, load_dataset
+from polyfed.data.source import Source
+from polyfed.data.sources import SOURCES, default_folder, load_dataset
 from polyfed.data.tables import Constants, from_frame, save_constants
 from polyfed.data.torch_datasets import as_sample, from_torch_dataset
 

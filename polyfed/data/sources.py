@@ -7,9 +7,8 @@ import os
 import socket
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from polyfed.data.arrays import join_arrays
 from polyfed.data.columns import Columns
@@ -34,12 +32,11 @@ from polyfed.data.labels import in_order
 from polyfed.data.natural import with_clients
 from polyfed.data.own import Address, guess_address, parse_address
 from polyfed.data.reading import Decoded, decoded_once, read_many
+from polyfed.data.recipes import RECIPES
 from polyfed.data.samples import Samples, join_samples
+from polyfed.data.source import FOLDER_VARIABLE, Normalisation, Source
 from polyfed.data.table_files import read_table
 from polyfed.errors import InputError, unknown_name
-
-FOLDER_VARIABLE = "POLYFED_DATA"
-"""The environment variable that names the folder of datasets."""
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 """Where Debian's package dataset-fashion-mnist puts its files."""
@@ -50,8 +47,6 @@ DOWNLOAD_PATIENCE = 15.0
 DOWNLOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, tarfile.TarError, zipfile.BadZipFile)
 """What torchvision raises for a missing file, a missing connection or a broken archive."""
 
-Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
-
 # From the released pFedES code, which normalises MNIST like the first channel of CIFAR-100.
 IMAGENET: Normalisation = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR100: Normalisation = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
@@ -59,58 +54,6 @@ MNIST: Normalisation = ((0.5071,), (0.2673,))
 # From the released FedTGP code.
 HALF_GREY: Normalisation = ((0.5,), (0.5,))
 HALF_COLOUR: Normalisation = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-
-
-@dataclass(frozen=True)
-class Source:
-    """One place that images come from, as `polyfed datasets` shows it."""
-
-    name: str
-    title: str
-    """What the images show."""
-    samples: int
-    """How many there are; 0: the file decides."""
-    classes: int
-    """0: the file decides."""
-    input_shape: tuple[int, ...]
-    """Channels, height, width; empty: the file decides."""
-    obtained: str
-    """How to get the data."""
-    normalisation: Normalisation
-    """Mean and standard deviation per channel; empty: computed from the images."""
-    load: Callable[[Source, Path, bool], Dataset] | None = None
-    """Makes the dataset, given this entry, a folder and whether a download is allowed; None: data of your own."""
-    test_samples: int = 0
-    """How many of the samples are the official test set."""
-    layout: str = ""
-    """What the folder of datasets may hold besides NAME.npz, in words."""
-
-    def dataset(
-        self, images: Tensor, labels: Tensor, official_test: int = 0, class_names: Sequence[str] | None = None
-    ) -> Dataset:
-        """A dataset with this source's name, classes and normalisation."""
-        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.input_shape:
-            raise InputError(
-                f"dataset '{self.name}' has uint8 images of shape {self.input_shape}, but {images.dtype} samples of "
-                f"shape {tuple(images.shape[1:])} were found under its name: use other data as npz:PATH."
-            )
-        found = len(torch.unique(labels))
-        if len(images) != self.samples or official_test not in (0, self.test_samples) or found != self.classes:
-            raise InputError(
-                f"dataset '{self.name}' has {self.samples} samples of {self.classes} classes, {self.test_samples} of "
-                f"them for testing, but {len(images)} of {found} classes with {official_test} for testing were found "
-                f"under its name: complete the files, or use other data as npz:PATH."
-            )
-        return Dataset(
-            self.name,
-            images,
-            labels,
-            self.classes,
-            *self.normalisation,
-            official_test,
-            pools_test=True,
-            class_names=tuple(class_names or ()),
-        )
 
 
 def default_folder() -> Path:
@@ -150,7 +93,7 @@ def load_dataset(
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
     if archive.is_file():
-        return _named_archive(source, archive)
+        return _named_archive(source, archive) if source.samples else Samples(**read_npz(archive)).dataset(source.name)
     return source.load(source, place, download)
 
 
@@ -381,11 +324,13 @@ _ENTRIES = (
         HALF_COLOUR,
         _tiny_imagenet,
     ),
+)
+_OWN_ENTRIES = (
     Source("npz:PATH", "arrays of your own", 0, 0, (), "an npz with x_train, y_train, …", ((), ())),
     Source("folder:PATH", "pictures of your own", 0, 0, (), "folders CLASS/PICTURE", ((), ())),
     Source("hf:NAME", "a dataset of the Hugging Face hub", 0, 0, (), "pip install 'polyfed[hf]'", ((), ())),
     Source("table:PATH", "a table of your own", 0, 0, (), "CSV or Parquet, --label COLUMN", ((), ())),
 )
 
-SOURCES: dict[str, Source] = {source.name: source for source in _ENTRIES}
+SOURCES: dict[str, Source] = {source.name: source for source in (*_ENTRIES, *RECIPES, *_OWN_ENTRIES)}
 """Every dataset by name, in the order in which `polyfed datasets` lists them."""
