@@ -263,19 +263,20 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         return experiment(**merged(content, changes))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The names and values in an experiment's file."""
+def read_yaml(path: Path, kind: str = "experiment") -> dict[str, Any]:
+    """The names and values in the file of an experiment, or of something else whose settings are written like that."""
     try:
         content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
+        raise InputError(f"can't read the {kind} '{path}': {getattr(error, 'strerror', None) or error}.") from error
     except RepeatedKey as error:
         raise InputError(f"'{path}' {error}: keep one of them.") from error
     except (yaml.YAMLError, RecursionError) as error:
         detail = " ".join(str(error).split())
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
-        raise InputError(f"'{path}' is not an experiment; it needs names and values, such as 'method: fedproto'.")
+        article, example = ("an", "method: fedproto") if kind == "experiment" else ("a", "name: amber")
+        raise InputError(f"'{path}' is not {article} {kind}; it needs names and values, such as '{example}'.")
     return content
 
 

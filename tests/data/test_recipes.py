@@ -145,9 +145,9 @@ def test_tables_that_need_no_download(name: str, classes: tuple[str, ...] | None
     assert float(dataset.images.mean(0).abs().max()) < 1e-5
 
 
-class OneLayer(nn.Sequential):
+class Cells(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+        super().__init__(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 class Signals(nn.Sequential):
@@ -155,6 +155,15 @@ class Signals(nn.Sequential):
         super().__init__(
             nn.Conv1d(3, 8, 9, stride=2), nn.ReLU(), nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(32, 6)
         )
+
+
+def test_a_table_is_learnt_and_keeps_its_names() -> None:
+    settings = {"models": [Cells], "clients": 4, "rounds": 5, "lr": 0.1, "device": "cpu", "progress": False}
+    result = polyfed.run("fedproto", data="breast-cancer", **settings)
+    assert result.summary["accuracy_final"] > 0.8
+    own = result.population.data[0]
+    x, y = result.population.dataset.batch(own.test[:1])
+    assert result.predict(0, x).names[0] in ("benign", "malignant")
 
 
 def test_motion_is_learnt_by_twelve_people() -> None:
