@@ -166,12 +166,12 @@ def test_data_from_a_function_beside_the_file(tmp_path: Path, function: str) -> 
 
 
 def test_a_site_is_one_client(tmp_path: Path) -> None:
-    npz(tmp_path / "amber" / "own.npz", [3, 1, 3])
-    with np.load(tmp_path / "amber" / "own.npz") as found:
+    npz(tmp_path / "amber" / "several.npz", [3, 1, 3])
+    with np.load(tmp_path / "amber" / "several.npz") as found:
         arrays = dict(found)
-    np.savez(tmp_path / "amber" / "own.npz", **arrays, client=np.array([0, 0, 1]))
+    np.savez(tmp_path / "amber" / "several.npz", **arrays, client=np.array([0, 0, 1]))
     with pytest.raises(InputError, match="are those of 2 clients, but a site is one client"):
-        one(tmp_path, data="npz:own.npz")
+        _ = one(tmp_path, data="npz:several.npz").dataset
 
 
 def test_a_function_that_fails_or_gives_something_else(tmp_path: Path) -> None:
