@@ -20,7 +20,7 @@ from polyfed.data.partitions import PARTITIONS, SPLITS, partition
 from polyfed.data.source import Source
 from polyfed.data.sources import SOURCES, default_folder, load_dataset
 from polyfed.data.tables import Constants, from_frame, save_constants
-from polyfed.data.torch_datasets import as_sample, from_torch_dataset, no_dataset
+from polyfed.data.torch_datasets import as_sample, from_torch_dataset
 
 __all__ = [
     "Augmentation",
@@ -45,7 +45,6 @@ __all__ = [
     "in_pieces",
     "layout_hint",
     "load_dataset",
-    "no_dataset",
     "parse_address",
     "partition",
     "save_constants",

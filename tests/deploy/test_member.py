@@ -110,6 +110,26 @@ def test_integer_labels_stay_even_if_some_classes_do_not_occur(tmp_path: Path) -
     assert one(tmp_path, data="npz:some.npz").dataset.labels.tolist() == [3, 1, 3]
 
 
+def test_an_archive_that_is_not_understood_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "amber").mkdir()
+    x, y = np.zeros((2, 6, 6), np.uint8), np.array([0, 1])
+    np.savez(tmp_path / "amber" / "more.npz", x=x, y=y, client=y)
+    with pytest.raises(InputError, match="more.npz also holds an array 'client', which a site does not use"):
+        _ = one(tmp_path, data="npz:more.npz").dataset
+    np.savez(tmp_path / "amber" / "less.npz", x=x)
+    with pytest.raises(InputError, match="less.npz lacks y"):
+        _ = one(tmp_path, data="npz:less.npz").dataset
+
+
+def test_a_test_set_of_its_own_is_only_tested_on(tmp_path: Path) -> None:
+    (tmp_path / "amber").mkdir()
+    x, y = np.zeros((8, 6, 6), np.uint8), np.array([3, 1] * 4)
+    np.savez(tmp_path / "amber" / "two.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
+    member = one(tmp_path, data="npz:two.npz", split="1:1")
+    assert sorted(member.data.test.tolist()) == [8, 9, 10, 11] and len(member.data.train) == 8
+    assert member.population().test_set == "apart"
+
+
 def test_pixels_are_normalised_with_the_agreed_mean_and_std(tmp_path: Path) -> None:
     """Sample 2 is all 2: (2 / 255 - 0.5) / 0.25."""
     npz(tmp_path / "amber" / "some.npz", [3, 1, 3])
@@ -166,12 +186,8 @@ def test_data_from_a_function_beside_the_file(tmp_path: Path, function: str) -> 
 
 
 def test_a_site_is_one_client(tmp_path: Path) -> None:
-    npz(tmp_path / "amber" / "several.npz", [3, 1, 3])
-    with np.load(tmp_path / "amber" / "several.npz") as found:
-        arrays = dict(found)
-    np.savez(tmp_path / "amber" / "several.npz", **arrays, client=np.array([0, 0, 1]))
-    with pytest.raises(InputError, match="are those of 2 clients, but a site is one client"):
-        _ = one(tmp_path, data="npz:several.npz").dataset
+    with pytest.raises(InputError, match="of 'motion' are those of 12 clients, but a site is one client"):
+        _ = one(tmp_path, data="motion").dataset
 
 
 def test_a_function_that_fails_or_gives_something_else(tmp_path: Path) -> None:
