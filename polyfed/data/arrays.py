@@ -33,6 +33,8 @@ def from_arrays(
     *,
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    vocabulary: int | None = None,
+    padding: int | None = None,
     client: Array | Sequence[Any] | None = None,
     client_test: Array | Sequence[Any] | None = None,
 ) -> Dataset:
@@ -44,6 +46,9 @@ def from_arrays(
     too. Samples of `x_test` are kept for testing, unless the experiment's `test_set` says otherwise. `client` and
     `client_test` say whose each sample is, by numbers or names, for the partition `natural`.
 
+    Integers are token ids if `vocabulary` says how many different ones there are; `padding` is the id that fills short
+    samples, if there is one, and then lists of different lengths are accepted too.
+
     >>> dataset = from_arrays(np.zeros((4, 28, 28), np.uint8), np.array([0, 1, 2, 0]))
     >>> dataset.input_shape, dataset.classes
     ((1, 28, 28), 3)
@@ -52,18 +57,21 @@ def from_arrays(
         raise InputError(f"class_names is the text '{class_names}': give a list with a name for each class.")
     class_names = None if class_names is None else tuple(str(each) for each in class_names)
     y, y_test, class_names = numbered(y, y_test, name, class_names)
-    images, labels, official_test = join_arrays(x, y, x_test, y_test, name)
-    dataset = measured_dataset(images, labels, official_test, name, classes, class_names)
+    tokens = vocabulary is not None
+    if tokens and padding is not None:
+        x, x_test = _filled(x, x_test, padding)
+    images, labels, official_test = join_arrays(x, y, x_test, y_test, name, tokens=tokens)
+    dataset = measured_dataset(images, labels, official_test, name, classes, class_names, vocabulary, padding)
     return with_clients(dataset, client, client_test)
 
 
 def join_arrays(
-    x: Array, y: Array, x_test: Array | None, y_test: Array | None, name: str
+    x: Array, y: Array, x_test: Array | None, y_test: Array | None, name: str, *, tokens: bool = False
 ) -> tuple[Tensor, Tensor, int]:
-    """Images and labels in the form that a `Dataset` needs, test samples last, and the number of test samples."""
+    """Samples and labels in the form that a `Dataset` needs, test samples last, and the number of test samples."""
     if (x_test is None) != (y_test is None):
         raise InputError(f"dataset '{name}' has only one of x_test and y_test: give both or neither.")
-    images, labels = _images(x, name), _labels(y, name)
+    images, labels = _images(x, name, tokens=tokens), _labels(y, name)
     _check_pairs(images, labels, name)
     if x_test is None or y_test is None:
         return images, labels, 0
@@ -74,7 +82,7 @@ def join_arrays(
             f"dataset '{name}' stays on disk, so x_test can't be joined with it: leave x_test and y_test out, and the "
             f"split reserves test samples in each client."
         )
-    test_images, test_labels = _images(x_test, name), _labels(y_test, name)
+    test_images, test_labels = _images(x_test, name, tokens=tokens), _labels(y_test, name)
     _check_pairs(test_images, test_labels, name)
     if test_images.dtype != images.dtype or test_images.shape[1:] != images.shape[1:]:
         raise InputError(
@@ -91,6 +99,8 @@ def measured_dataset(
     name: str,
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    vocabulary: int | None = None,
+    padding: int | None = None,
 ) -> Dataset:
     """A dataset that is normalised with the statistics of its own training images."""
     training = images[: len(images) - official_test]
@@ -103,7 +113,18 @@ def measured_dataset(
                 f"dataset '{name}' has labels up to {int(labels.max())}, but {classes} class_names: give a name for "
                 f"each class, so {int(labels.max()) + 1} of them, or more."
             )
-    return Dataset(name, images, labels, classes, mean, std, official_test, class_names=names)
+    return Dataset(
+        name,
+        images,
+        labels,
+        classes,
+        mean,
+        std,
+        official_test,
+        class_names=names,
+        vocabulary=vocabulary,
+        padding=padding,
+    )
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -150,7 +171,7 @@ def layout_hint(dataset: Dataset) -> Iterator[None]:
             raise
         if len(shape) == 3 and shape[2] in (1, 3, 4) and min(shape[:2]) > shape[2]:
             remedy = "look like images with their channels last: give them first, x.transpose(0, 3, 1, 2)"
-        elif len(shape) == 2 and min(shape) >= 8:
+        elif len(shape) == 2 and min(shape) >= 8 and "signal" not in str(error).partition(" needs ")[0]:
             remedy = "look like images without a channel: give them one, x[:, None]"
         else:
             raise
@@ -158,19 +179,35 @@ def layout_hint(dataset: Dataset) -> Iterator[None]:
         raise InputError(f"{reason}; float samples of '{dataset.name}' {remedy}.") from error
 
 
-def _images(x: Array, name: str) -> Tensor:
-    """Samples as a contiguous tensor: `uint8` [n, channels, height, width] or `float32` [n, …]."""
+def _filled(x: Any, x_test: Any, padding: int) -> tuple[Any, Any]:
+    """Lists of token ids of different lengths as arrays of one length, filled up with the padding."""
+    if not isinstance(x, list | tuple):
+        return x, x_test
+    longest = max((len(ids) for part in (x, x_test) if part is not None for ids in part), default=0)
+    filled = [
+        None if part is None else np.array([[*ids, *[padding] * (longest - len(ids))] for ids in part])
+        for part in (x, x_test)
+    ]
+    return filled[0], filled[1]
+
+
+def _images(x: Array, name: str, *, tokens: bool = False) -> Tensor:
+    """Samples as a contiguous tensor: `uint8` [n, channels, height, width], `float32` [n, …] or `int64` token ids."""
     tensor = _tensor(x, "images", name)
     if tensor.ndim == 0 or len(tensor) == 0:
         raise InputError(f"dataset '{name}' has no samples: give at least one.")
-    if tensor.is_floating_point():
+    if tokens and not tensor.is_floating_point():
+        return tensor.to(torch.int64).contiguous()
+    if tensor.is_floating_point() and not tokens:
         tensor = tensor.to(torch.float32).contiguous()
         _check_floats(tensor, name)
         return tensor
+    if tokens:
+        raise InputError(f"dataset '{name}' has a vocabulary, but {tensor.dtype} samples: token ids must be integers.")
     if tensor.dtype != torch.uint8 or tensor.ndim not in (3, 4):
         raise InputError(
             f"dataset '{name}' has {tensor.dtype} data of shape {tuple(tensor.shape)}: give uint8 images "
-            f"(N,H,W or N,H,W,C or N,C,H,W) or float arrays."
+            f"(N,H,W or N,H,W,C or N,C,H,W), float arrays, or token ids with vocabulary=… (how many there are)."
         )
     arranged = channels_first(tensor)
     return arranged if isinstance(x, np.memmap) else arranged.contiguous()

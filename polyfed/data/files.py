@@ -25,7 +25,7 @@ IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-
 """The four files in which MNIST and its relatives are published, each perhaps with .gz at the end."""
 
 
-KEYS = ("x", "y", "x_test", "y_test", "class_names", "client", "client_test")
+KEYS = ("x", "y", "x_test", "y_test", "class_names", "client", "client_test", "vocabulary", "padding")
 """The arrays of an archive, where x, y and client may also be called x_train, y_train and client_train."""
 
 
@@ -51,6 +51,7 @@ def read_npz(path: Path, map: str | None = None) -> dict[str, Any]:
                 f"{path} also holds an array '{key}', which polyfed does not use: leave it out (whose each sample is "
                 f"may be said by 'client')."
             )
+    found |= {key: int(found[key]) for key in ("vocabulary", "padding") if key in found}
     if "class_names" in found:
         found["class_names"] = [str(each) for each in found["class_names"].reshape(-1)]
     return found
@@ -85,6 +86,8 @@ def save_npz(dataset: Dataset, path: Path | str) -> None:
         arrays |= {"x_test": images[training:], "y_test": labels[training:]}
     if dataset.class_names:
         arrays["class_names"] = np.array(dataset.class_names)
+    tokens = {"vocabulary": dataset.vocabulary, "padding": dataset.padding}
+    arrays |= {name: np.array(value) for name, value in tokens.items() if value is not None}
     if dataset.owners is not None:
         arrays |= _whose(dataset, training)
     with Path(path).open("wb") as file:

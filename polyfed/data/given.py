@@ -99,7 +99,8 @@ def _from_dataset(dataset: Dataset) -> Samples | pd.DataFrame:
     cut, x, y = len(dataset) - dataset.official_test, dataset.images, dataset.labels
     x_test, y_test = (x[cut:], y[cut:]) if dataset.official_test else (None, None)
     names = dataset.class_names or tuple(str(each) for each in range(dataset.classes))
-    return Samples(x[:cut], y[:cut], x_test, y_test, names)
+    tokens = {"vocabulary": dataset.vocabulary, "padding": dataset.padding}
+    return Samples(x[:cut], y[:cut], x_test, y_test, names, **tokens)
 
 
 def _clients(data: Any) -> dict[str, Any] | None:

@@ -26,24 +26,28 @@ class Samples:
     class_names: Sequence[str] | None = None
     client: Any = None
     client_test: Any = None
+    vocabulary: int | None = None
+    """For token ids: how many different ones there are."""
+    padding: int | None = None
 
     def dataset(self, name: str) -> Dataset:
         """These samples as a dataset."""
         return from_arrays(
             self.x, self.y, self.x_test, self.y_test, name,
             class_names=self.class_names, client=self.client, client_test=self.client_test,
+            vocabulary=self.vocabulary, padding=self.padding,
         )  # fmt: skip
 
 
 def join_samples(parts: Mapping[str, Samples]) -> Samples:
     """The samples of all clients, each with its owner; classes are matched by their names."""
-    names = _common_names(parts)
+    names, tokens = _common_names(parts), _common_tokens(parts)
     pieces, owners, testers = [], [], []
     for client, part in parts.items():
         whose = f"client {client}"
         y, y_test = (_by_name(each, part.class_names, names) for each in (part.y, part.y_test))
         y, y_test, _ = numbered(y, y_test, whose, names)
-        images, labels, count = join_arrays(part.x, y, part.x_test, y_test, whose)
+        images, labels, count = join_arrays(part.x, y, part.x_test, y_test, whose, tokens=tokens[0] is not None)
         cut = len(images) - count
         pieces.append((images[:cut], labels[:cut], images[cut:], labels[cut:]))
         owners += [client] * cut
@@ -56,8 +60,16 @@ def join_samples(parts: Mapping[str, Samples]) -> Samples:
             )
     x, y, x_test, y_test = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
     if not testers:
-        return Samples(x, y, class_names=names, client=owners)
-    return Samples(x, y, x_test, y_test, names, owners, testers)
+        return Samples(x, y, None, None, names, owners, None, *tokens)
+    return Samples(x, y, x_test, y_test, names, owners, testers, *tokens)
+
+
+def _common_tokens(parts: Mapping[str, Samples]) -> tuple[int | None, int | None]:
+    """The vocabulary and the padding of all clients."""
+    found = {(part.vocabulary, part.padding) for part in parts.values()}
+    if len(found) > 1:
+        raise InputError("clients have different vocabularies or paddings of their token ids: use the same for all.")
+    return found.pop()
 
 
 def _common_names(parts: Mapping[str, Samples]) -> Sequence[str] | None:

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from polyfed.data.dataset import Dataset
 from polyfed.data.files import one_line
 from polyfed.data.source import missing
 from polyfed.errors import InputError
@@ -38,6 +39,21 @@ class Texts:
     owners: Tensor | None = None
     """`int64` [texts]: whose each is."""
     client_names: tuple[str, ...] = ()
+
+    def dataset(self) -> Dataset:
+        """These texts as a dataset of token ids."""
+        return Dataset(
+            self.name,
+            self.tokens,
+            self.labels,
+            len(self.class_names),
+            official_test=self.official_test,
+            class_names=self.class_names,
+            owners=self.owners,
+            client_names=self.client_names,
+            vocabulary=len(self.vocabulary),
+            padding=self.padding,
+        )
 
 
 def ag_news(folder: Path, length: int = 64, words: int = 20_000) -> Texts:

@@ -150,6 +150,12 @@ def _check_form(found: Dataset, common: CommonTask) -> None:
             f"the samples of '{found.name}' have shape {list(found.input_shape)}, but the federation agreed on "
             f"{list(common.input_shape)} (task.input_shape): resize them, or agree on another shape."
         )
+    if (found.vocabulary, found.padding) != (common.vocabulary, common.padding):
+        raise InputError(
+            f"the samples of '{found.name}' have the vocabulary {found.vocabulary} and the padding {found.padding}, "
+            f"but the federation agreed on {common.vocabulary} and {common.padding} (task.vocabulary, task.padding): "
+            "prepare them in the same way, or agree on other ones."
+        )
     pixels = found.images.dtype == torch.uint8
     if pixels and not common.mean:
         raise InputError(

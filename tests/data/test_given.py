@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from polyfed.data import Dataset, as_data, from_arrays
+from polyfed.data import Dataset, as_data, from_arrays, load_dataset, save_npz
 from polyfed.errors import InputError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 9), dtype=np.uint8)
@@ -156,6 +156,16 @@ def test_clients_may_have_test_sets_and_classes_of_their_own() -> None:
     assert dataset.class_names == ("a", "b", "c") and dataset.official_test == 1
     assert dataset.labels.tolist() == [*LABELS.tolist(), 0]
     assert dataset.owners is not None and dataset.owners.tolist() == [0, 0, 1, 1, 1, 1, 0]
+
+
+def test_token_ids_stay_token_ids(tmp_path: Path) -> None:
+    first, second = (from_arrays([[1, 2], [n]], ["a", "b"], vocabulary=9, padding=0) for n in (5, 6))  # type: ignore
+    dataset = made([first, second])
+    assert (dataset.vocabulary, dataset.padding, dataset.clients) == (9, 0, 2)
+    assert dataset.images.tolist() == [[1, 2], [5, 0], [1, 2], [6, 0]]
+    save_npz(dataset, tmp_path / "t.npz")
+    again = load_dataset(f"npz:{tmp_path / 't.npz'}")
+    assert (again.vocabulary, again.padding, again.clients) == (9, 0, 2) and torch.equal(again.images, dataset.images)
 
 
 def test_frames_of_clients_share_their_constants() -> None:

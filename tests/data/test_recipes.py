@@ -57,6 +57,8 @@ def test_shakespeare_gives_tokens(tmp_path: Path) -> None:
     assert "".join(LETTERS[token] for token in texts.tokens[1].tolist()) == line[1:] + "T"
     assert [LETTERS[label] for label in texts.labels.tolist()] == ["T", "h", "."]
     assert texts.official_test == 1 and texts.owners is not None and texts.owners.tolist() == [0, 0, 0]
+    dataset = load_dataset("shakespeare", tmp_path)
+    assert (dataset.vocabulary, dataset.padding, dataset.clients, dataset.classes) == (80, None, 1, 80)
     assert len(LETTERS) == len(set(LETTERS)) == len(texts.vocabulary) == 80
     write_leaf(tmp_path / "shakespeare", "train", {"PLAY_HAMLET": ([line.replace("t", "ü")], ["T"])})
     with pytest.raises(InputError, match="the character 'ü'"):
@@ -72,6 +74,8 @@ def test_ag_news_gives_tokens(tmp_path: Path) -> None:
     assert texts.vocabulary == ("<padding>", "<unknown>", "a", "b", "c")
     assert texts.tokens.tolist() == [[2, 3, 2, 3], [2, 1, 0, 0], [1, 3, 0, 0]]
     assert texts.labels.tolist() == [2, 0, 3] and texts.official_test == 1 and texts.class_names[2] == "Business"
+    dataset = load_dataset("ag-news", tmp_path)
+    assert (dataset.vocabulary, dataset.padding, dataset.official_test) == (6, 0, 1) and dataset.images.shape == (3, 64)
     (tmp_path / "ag-news" / "test.csv").write_text('"5","d","b"\n')
     with pytest.raises(InputError, match="is not AG News"):
         ag_news(tmp_path)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from polyfed.deploy.member import Member, read_member, simulated
 from polyfed.engines import SequentialEngine
 from polyfed.errors import InputError
+from polyfed.message import Message
 from polyfed.records import RunFolder
 from polyfed.remote import InMemoryTransport, RemoteEngine
 from polyfed.server.federation import Federation
@@ -162,6 +163,16 @@ def test_float_data_are_agreed_on_by_leaving_mean_and_std_out(tmp_path: Path) ->
     npz(tmp_path / "amber" / "floats.npz", [0, 3], dtype=np.float32)
     found = one(tmp_path, terms=float_terms, data="npz:floats.npz").dataset
     assert found.images.dtype == torch.float32 and found.mean == ()
+
+
+def test_a_site_with_token_ids_trains_if_its_vocabulary_is_the_agreed_one(tmp_path: Path) -> None:
+    task = {"input_shape": [9], "mean": [], "std": [], "vocabulary": 20, "padding": 0, "features": 128}
+    member = one(tmp_path, terms={"task": task}, data="tests.kinds:texts", network="text_gru")
+    engine = SequentialEngine(member.population())
+    (reply,) = engine.train(1, {0: Message()})
+    assert reply.failure == "" and reply.loss > 0
+    with pytest.raises(InputError, match="have the vocabulary 20 and the padding 0, but the federation agreed on 21"):
+        _ = one(tmp_path, terms={"task": {**task, "vocabulary": 21}}, data="tests.kinds:texts").dataset
 
 
 @pytest.mark.parametrize("function", ["arrays", "dataset", "pairs", "listed"])
