@@ -139,7 +139,7 @@ def run(
     method: str | type[Method] | Mapping[str, Any],
     *,
     data: Any = "digits",
-    models: Models = "papers",
+    models: Models | None = None,
     out: str | Path | Callable[[], Path] | None = None,
     watcher: Watcher | None = None,
     progress: bool | None = None,
@@ -165,7 +165,7 @@ def run(
 def _run(
     method: str | type[Method] | Mapping[str, Any],
     data: Any,
-    models: Models,
+    models: Models | None,
     out: str | Path | Callable[[], Path] | None,
     watcher: Watcher,
     settings: Mapping[str, Any],
@@ -178,7 +178,7 @@ def _run(
     config = experiment(
         method=method,
         data=data if isinstance(data, str) else PYTHON + data.name,
-        models=models if isinstance(models, str) else PYTHON + ",".join(a.name for a in resolve(models)),
+        **({} if models is None else {"models": _described(models)}),
         **settings,
     )
     own_models = None if isinstance(models, str) else models
@@ -190,6 +190,10 @@ def _run(
     folder = _create(temporary.name if temporary else out, config, facts(population))
     with folder.owned():
         return _go(config, population, folder, watcher, temporary=temporary)
+
+
+def _described(models: Models) -> str:
+    return models if isinstance(models, str) else PYTHON + ",".join(each.name for each in resolve(models))
 
 
 def resume(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from polyfed.models import (
     assign,
     default_auxiliary,
     default_features,
+    default_group,
     resolve,
     smallest,
 )
@@ -260,15 +262,18 @@ def named_data(config: Experiment) -> Dataset:
 
 
 def settled(config: Experiment, dataset: Dataset) -> Experiment:
-    """The experiment with what follows from its data: where these say whose they are, partition and clients.
+    """The experiment with what follows from its data, where the user left it open.
 
-    What a user set is kept; a number of clients that contradicts the data is refused when samples are dealt.
+    Data that say whose they are decide on the partition and the clients; the kind of samples decides on the networks. A
+    number of clients that contradicts the data is refused when samples are dealt.
     """
-    if not dataset.clients or config.partition not in ("natural", "given") and "partition" in config.model_fields_set:
-        return config
-    kind = config.partition if "partition" in config.model_fields_set else "natural"
-    clients = config.clients if "clients" in config.model_fields_set else dataset.clients
-    return experiment(**{**config.model_dump(), "partition": kind, "clients": clients})
+    chosen, changes = config.model_fields_set, dict[str, Any]()
+    if "models" not in chosen:
+        changes["models"] = default_group(dataset.input_shape)
+    if dataset.clients and (config.partition in ("natural", "given") or "partition" not in chosen):
+        changes["partition"] = config.partition if "partition" in chosen else "natural"
+        changes["clients"] = config.clients if "clients" in chosen else dataset.clients
+    return experiment(**{**config.model_dump(), **changes}) if changes else config
 
 
 def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:

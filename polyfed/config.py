@@ -76,7 +76,11 @@ class Experiment(Settings):
     )
     clients: int = Field(10, ge=1, description="clients in the federation; with natural, as many as the data have")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
-    models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")
+    models: str = Field(
+        "papers",
+        description="a group, networks separated by commas, or package.module:factory; left out: papers for images, "
+        "signal4, text4 or tabular4 for other samples",
+    )
     head: str | list[str] | dict[str, str] | None = Field(
         None,
         description="the layer that is the head in your own networks, or one for each of them, separated by commas; "
