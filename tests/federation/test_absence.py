@@ -48,6 +48,7 @@ def test_a_site_that_never_answers_is_given_up_after_the_timeout(tmp_path: Path)
         real.server.wait_for_round(1)
         cedar.signal(signal.SIGSTOP)
         real.server.wait_to_say("continues without client 2: no answer within 6 s")
+        real.server.wait_to_say("here: amber, birch; missing: cedar")  # its heartbeats are missed after 20 s
         cedar.signal(signal.SIGCONT)
         real.server.wait_to_say("cedar is back after missing rounds?")
         birch.signal(signal.SIGTERM)  # its connection is closed, so nobody waits
