@@ -32,23 +32,21 @@ def test_a_straggler_is_left_behind_and_not_asked_until_it_has_answered(tmp_path
         real.server.wait_until(lambda: real.folder.finished, "finish the run")
         cedar.release()
         rounds = real.finish().rounds()
-        asked, answered = rounds["participants"] == 3, rounds["replies"] == 3
-        assert (~asked).sum() >= 3 and (rounds["replies"] >= 2).all()
-        assert cedar.said.count("asked to train") == asked.sum()
-        late = [note for note in real.notes if "without client 2" in note]
-        assert len(late) == (asked & ~answered).sum()  # and none of the rounds in which it was left alone
+        asked = (rounds["participants"] == 3).sum()
+        assert asked <= 12 - 3 and cedar.said.count("asked to train") == asked
+        assert 2 <= sum("without client 2: no answer yet" in note for note in real.notes) <= asked
 
 
 def test_a_site_that_never_answers_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     """Stopped in the middle of its training, as by a machine that hangs. When it moves again it is back."""
-    group = {"minimum_members": 2, "reply_timeout": 6}
+    group = {"minimum_members": 2, "reply_timeout": 12}
     with support.federation(tmp_path, rounds=300, server=group) as real:
         birch, cedar = real.sites["birch"], real.sites["cedar"]
         real.start()
-        real.server.wait_for_round(1)
+        cedar.wait_to_say("asked to train")
         cedar.signal(signal.SIGSTOP)
-        real.server.wait_to_say("continues without client 2: no answer within 6 s")
-        real.server.wait_to_say("here: amber, birch; missing: cedar")  # its heartbeats are missed after 20 s
+        given_up = "continues without client 2: no answer within 12 s"
+        real.server.wait_to_say(f"(?s){given_up}.*missing: cedar")  # its heartbeats are missed after 20 s
         cedar.signal(signal.SIGCONT)
         real.server.wait_to_say("cedar is back after missing rounds?")
         birch.signal(signal.SIGTERM)  # its connection is closed, so nobody waits
