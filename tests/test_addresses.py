@@ -62,6 +62,7 @@ MORE: dict[str, set[str]] = {
     "fedmrl": AUXILIARY,
     "fedapen": AUXILIARY | each("batches/mixing") | each("batches/adapted") | {"parts/0/0", "parts/0/1"},
     "pfedes": {"initial/proxy", *each("batches/proxy")},
+    "pfedafm": AUXILIARY | each("batches/shared"),
 }  # fmt: skip
 """What methods draw beyond what all draw."""
 

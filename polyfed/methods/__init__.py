@@ -17,6 +17,7 @@ from polyfed.methods.fedssa import FedSSA
 from polyfed.methods.fedtgp import FedTGP
 from polyfed.methods.fml import FML
 from polyfed.methods.lg_fedavg import LGFedAvg
+from polyfed.methods.pfedafm import PFedAFM
 from polyfed.methods.pfedes import PFedES
 from polyfed.methods.standalone import Standalone
 from polyfed.registry import Registry
@@ -43,6 +44,7 @@ METHODS: Registry[Method] = Registry(
             FD,
             FedSSA,
             PFedES,
+            PFedAFM,
         )
     },
 )
