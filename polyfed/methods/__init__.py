@@ -11,6 +11,7 @@ from polyfed.methods.fedclassavg import FedClassAvg
 from polyfed.methods.fedgen import FedGen
 from polyfed.methods.fedgh import FedGH
 from polyfed.methods.fedkd import FedKD
+from polyfed.methods.fedl2g import FedL2G
 from polyfed.methods.fedmrl import FedMRL
 from polyfed.methods.fedproto import FedProto
 from polyfed.methods.fedssa import FedSSA
@@ -42,6 +43,7 @@ METHODS: Registry[Method] = Registry(
             FedGen,
             FedClassAvg,
             FD,
+            FedL2G,
             FedSSA,
             PFedES,
             PFedAFM,
