@@ -62,7 +62,6 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         )
     chosen = find_method(str(config.method["name"]))
     profiles = {name: network_profile(name, example) for name, example in examples.items()}
-    check_common(chosen, {client: profiles[architecture.name] for client, architecture in owned.items()})
     _check_head_trains(chosen, owned[0].name, examples[owned[0].name])
     task = Task(
         input_shape=dataset.input_shape,
@@ -78,6 +77,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     clients = deal(config, dataset)
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
+    check_common(method, {client: profiles[architecture.name] for client, architecture in owned.items()})
     _check_scored(config, method)
     looks = {name: _look(distinct[name], example) for name, example in examples.items()}
     population = Population(

@@ -80,7 +80,7 @@ class Federation:
         self.watcher.folder = folder.path
         self.progress = Progress()
         self.profiles = engine.join()
-        check_common(type(method), self.profiles)
+        check_common(method, self.profiles)
         self.server = Server(config.seed, device or engine.device)
         self.method.start(self.server)
         most_samples = config.count_bound or samples_known(self.profiles.values()) or MOST_SAMPLES

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import jvp
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -16,6 +20,9 @@ from polyfed.message import State
 from polyfed.methods.base import Batch, Probe, edges
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
+
+_ONE_AT_A_TIME = threading.Lock()
+"""PyTorch counts the levels of forward mode for all threads together, so two at once would get in each other's way."""
 
 
 class ForwardMode(TorchFunctionMode):
@@ -28,9 +35,14 @@ class ForwardMode(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention:
-            return torch.ops.aten._scaled_dot_product_attention_math(*args, **(kwargs or {}))[0]
-        return function(*args, **(kwargs or {}))
+            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+        if function is functional.multi_head_attention_forward:
+            # It calls the function above, but out of this mode's sight; asked for its weights, it uses the formula.
+            result, weights = function(*args, **{**kwargs, "need_weights": True})
+            return result, weights if kwargs.get("need_weights", True) else None
+        return function(*args, **kwargs)
 
 
 def probe(population: Population, client: int, net: ClientNetwork, round: int) -> State | None:
@@ -46,8 +58,17 @@ def ask(wanted: Probe, net: ClientNetwork, study: Batch, quiz: Batch) -> State:
     """What a probe finds with the network as it is, which is in evaluation mode."""
     own, modules = state_of(net), tuple(f"{module}." for module in wanted.trains)
     names = [name for name, _ in net.named_parameters() if name.startswith(modules) and name not in net.rest.parameters]
-    with ForwardMode():
+    _load_rules()
+    with _ONE_AT_A_TIME, ForwardMode():
         return wanted.of(net, {name: own[name] for name in names}, study, quiz)
+
+
+@cache
+def _load_rules() -> None:
+    """Let PyTorch compile its rules for forward mode, which it does with a warning that is not for users."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        jvp(torch.neg, (torch.zeros(()),), (torch.ones(()),))
 
 
 def probe_samples(population: Population, client: int, round: int) -> tuple[Tensor, Tensor]:
