@@ -42,7 +42,7 @@ $(READY): pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(TESTED): pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,ray,tune,pictures,report,onnx,tensorboard]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,flower,ray,tune,pictures,report,onnx,tensorboard]'
 	@touch $@ $(READY)
 
 $(PICTURES): pyproject.toml | $(VENV)/bin/python

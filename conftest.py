@@ -17,7 +17,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 # Doctests import every module of the package; these can't be imported without a package that not every machine has.
-NEEDED = {"polyfed/**/kernels.py": "triton"}
+NEEDED = {
+    "polyfed/**/kernels.py": "triton",
+    "polyfed/**/certificates.py": "cryptography",
+    "polyfed/flower/*.py": "flwr",
+}
 collect_ignore_glob = [modules for modules, package in NEEDED.items() if find_spec(package) is None]
 
 

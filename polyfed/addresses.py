@@ -61,6 +61,12 @@ def names_code(value: object) -> bool:
     return any(ADDRESS.fullmatch(part.strip()) for part in value.split(","))
 
 
+def importable(folder: Path) -> None:
+    """Let modules in this folder be found, before others of the same names."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def load_object(address: str) -> object:
     """What "package.module:name" names; modules in the current directory are found too.
 
@@ -69,9 +75,8 @@ def load_object(address: str) -> object:
     module_name, _, attribute = address.partition(":")
     if not module_name or not attribute:
         raise InputError(f"'{address}' does not name an object: write package.module:name.")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    if "" not in sys.path:
+        importable(Path.cwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

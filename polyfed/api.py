@@ -229,6 +229,7 @@ def _resume(
     if not isinstance(from_round, int | None) or isinstance(from_round, bool):
         raise InputError(f"from (the round to go back to) is {from_round!r}, but must be a whole number at least 0.")
     folder = RunFolder.open(Path(path))
+    folder.check_resumable()
     before = folder.read_config(trust=trust)
     typed = named_by(settings)
     with trusting(trust, typed):
@@ -308,7 +309,7 @@ def _go(
             )
             if saved is not None:
                 federation.restore(saved)
-            _record_start(federation, machine_name(population.device), before, planned)
+            record_start(federation, machine_name(population.device), before, planned)
             for problem in [*found, *problems]:
                 federation.note(problem)
             summary = run_tracked(federation)
@@ -325,7 +326,9 @@ def _check_rounds(config: Experiment, saved: Restored | None) -> None:
         )
 
 
-def _record_start(federation: Federation, machine: str, config_before: Experiment | None, planned: int) -> None:
+def record_start(
+    federation: Federation, machine: str, config_before: Experiment | None = None, planned: int | None = None
+) -> None:
     """Record where the run starts or continues, and what is different from before."""
     folder, start = federation.folder, federation.server.round
     earlier = folder.starts()
@@ -341,7 +344,7 @@ def _record_start(federation: Federation, machine: str, config_before: Experimen
     if config_before is not None:
         for change in differences(config_before, federation.config):
             federation.note(f"from round {start + 1} on, {change}")
-    if start and planned != federation.config.rounds and federation.method.depends_on_rounds:
+    if start and planned not in (None, federation.config.rounds) and federation.method.depends_on_rounds:
         federation.note(
             f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} from "
             "the beginning would give other numbers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from polyfed.data import (
 from polyfed.devices import describe, new_devices
 from polyfed.errors import InputError
 from polyfed.methods import find_method
-from polyfed.methods.base import Method, Task
+from polyfed.methods.base import Method, Task, Training
 from polyfed.models import (
     Architecture,
     Models,
@@ -50,19 +51,10 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     _check_size(config, dataset)
     owned = dict(enumerate(assign(architectures, config.clients, how=config.assignment, seed=config.seed)))
     features = config.features or default_features(config.models)
-    distinct = {architecture.name: architecture for architecture in owned.values()}
-    with layout_hint(dataset):
-        examples = {
-            name: architecture.build(dataset.input_shape, dataset.classes, features, config.match_features)
-            for name, architecture in distinct.items()
-        }
-    if config.training.augment and len(dataset.input_shape) != 3:
-        raise InputError(
-            f"training.augment needs images, but samples of '{dataset.name}' have shape {dataset.input_shape}."
-        )
+    examples = example_networks(owned, dataset, config.training, features, config.match_features)
     chosen = find_method(str(config.method["name"]))
     profiles = {name: network_profile(name, example) for name, example in examples.items()}
-    _check_head_trains(chosen, owned[0].name, examples[owned[0].name])
+    check_head_trains(chosen, owned[0].name, examples[owned[0].name])
     task = Task(
         input_shape=dataset.input_shape,
         classes=dataset.classes,
@@ -74,26 +66,59 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
         features=features,
         match=config.match_features,
     )
-    clients = deal(config, dataset)
+    dataset, clients = dealt(config, dataset)
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
     check_common(method, {client: profiles[architecture.name] for client, architecture in owned.items()})
-    _check_scored(config, method)
-    looks = {name: _look(distinct[name], example) for name, example in examples.items()}
+    check_scored(config, method)
+    population = gathered(config, dataset, dict(enumerate(clients)), owned, method, device, examples)
+    return replace(
+        population,
+        test_set=chosen_test_set(dataset, config.split, config.test_set),
+        notes=describe_test_set(dataset, config.split, config.test_set, clients),
+        devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
+    )
+
+
+def example_networks(
+    owned: Mapping[int, Architecture], dataset: Dataset, training: Training, features: int | None, match: str
+) -> dict[str, SplitNetwork]:
+    """A network of each architecture for these data; raises for what the networks or the training can't use."""
+    distinct = {architecture.name: architecture for architecture in owned.values()}
+    with layout_hint(dataset):
+        examples = {
+            name: architecture.build(dataset.input_shape, dataset.classes, features, match)
+            for name, architecture in distinct.items()
+        }
+    if training.augment and len(dataset.input_shape) != 3:
+        raise InputError(
+            f"training.augment needs images, but samples of '{dataset.name}' have shape {dataset.input_shape}."
+        )
+    return examples
+
+
+def gathered(
+    config: Experiment,
+    dataset: Dataset,
+    data: Mapping[int, ClientData],
+    owned: Mapping[int, Architecture],
+    method: Method,
+    device: torch.device,
+    examples: Mapping[str, SplitNetwork],
+) -> Population:
+    """Clients with their data and networks, rehearsed; `examples` has a network of each architecture."""
+    makers = {architecture.name: architecture for architecture in owned.values()}
     population = Population(
         dataset,
-        dict(enumerate(clients)),
+        data,
         owned,
         method,
         config.seed,
         device,
-        profiles,
-        looks,
+        {name: network_profile(name, example) for name, example in examples.items()},
+        {name: _look(makers[name], example) for name, example in examples.items()},
         {name: example.head_name for name, example in examples.items()},
         own_start=config.start == "client",
-        test_set=chosen_test_set(dataset, config.split, config.test_set),
-        notes=describe_test_set(dataset, config.split, config.test_set, clients),
-        devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
     return rehearse(population, examples)
 
@@ -111,6 +136,12 @@ def deal(config: Experiment, dataset: Dataset) -> list[ClientData]:
         minimum=config.min_samples,
         test_set=config.test_set,
     )
+
+
+def dealt(config: Experiment, dataset: Dataset) -> tuple[Dataset, list[ClientData]]:
+    """The samples as clients see them, and who owns which; a table's constants come from all training samples."""
+    clients = deal(config, dataset)
+    return dataset.fitted(torch.cat([own.train for own in clients]).sort().values), clients
 
 
 def facts(population: Population) -> dict[str, str]:
@@ -170,7 +201,8 @@ def _check_size(config: Experiment, dataset: Dataset) -> None:
         )
 
 
-def _check_scored(config: Experiment, method: Method) -> None:
+def check_scored(config: Experiment, method: Method) -> None:
+    """Refuse to score clients right after a download where they predict with what training makes of it."""
     if method.predicts_after_training and config.evaluate == "after-download":
         raise InputError(
             f"evaluate is 'after-download', but with these options clients of {method.name} predict with networks that "
@@ -178,7 +210,8 @@ def _check_scored(config: Experiment, method: Method) -> None:
         )
 
 
-def _check_head_trains(method: type[Method], name: str, network: SplitNetwork) -> None:
+def check_head_trains(method: type[Method], name: str, network: SplitNetwork) -> None:
+    """Refuse a frozen head where the method shares it."""
     if "head" in method.requires and not any(parameter.requires_grad for parameter in network.head.parameters()):
         raise InputError(
             f"{method.name} shares the head of every client's network, but the head of {name} is frozen: leave its "
@@ -209,7 +242,7 @@ def named_data(config: Experiment) -> Dataset:
             f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "
             "polyfed.resume(run, data=…)."
         )
-    return load_dataset(config.data, config.data_folder)
+    return load_dataset(config.data, config.data_folder, label=config.label)
 
 
 def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:

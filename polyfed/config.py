@@ -55,7 +55,8 @@ class Experiment(Settings):
     """Everything that determines a run's numbers, and a few settings that do not."""
 
     method: dict[str, Any] = Field(description="name and options of the method")
-    data: str = Field("digits", description="a dataset's name, or npz:PATH")
+    data: str = Field("digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH")
+    label: str | None = Field(None, min_length=1, description="the column of a table that holds the classes")
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
     partition: Partition = Field("shares", description="how samples are distributed among clients")
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
@@ -253,19 +254,20 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         return experiment(**merged(content, changes))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The names and values in an experiment's file."""
+def read_yaml(path: Path, kind: str = "experiment") -> dict[str, Any]:
+    """The names and values in the file of an experiment, or of something else whose settings are written like that."""
     try:
         content = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"can't read the experiment '{path}': {getattr(error, 'strerror', None) or error}.") from error
+        raise InputError(f"can't read the {kind} '{path}': {getattr(error, 'strerror', None) or error}.") from error
     except RepeatedKey as error:
         raise InputError(f"'{path}' {error}: keep one of them.") from error
     except (yaml.YAMLError, RecursionError) as error:
         detail = " ".join(str(error).split())
         raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
     if not isinstance(content, dict):
-        raise InputError(f"'{path}' is not an experiment; it needs names and values, such as 'method: fedproto'.")
+        article, example = ("an", "method: fedproto") if kind == "experiment" else ("a", "name: amber")
+        raise InputError(f"'{path}' is not {article} {kind}; it needs names and values, such as '{example}'.")
     return content
 
 

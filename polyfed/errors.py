@@ -59,6 +59,14 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} '{name}'{hint} {', '.join(names)}.")
 
 
+def listed(names: Sequence[str]) -> str:
+    """
+    >>> listed(["amber"]), listed(["amber", "birch"]), listed(["amber", "birch", "cedar"])
+    ('amber', 'amber and birch', 'amber, birch and cedar')
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
 def clients_named(clients: Sequence[int]) -> str:
     """Clients in words; of many only the first.
 
@@ -69,7 +77,7 @@ def clients_named(clients: Sequence[int]) -> str:
         return f"client {clients[0]}"
     shown = [str(client) for client in (clients if len(clients) <= 4 else clients[:3])]
     last = shown.pop() if len(clients) <= 4 else f"{len(clients) - 3} others"
-    return f"clients {', '.join(shown)} and {last}"
+    return f"clients {listed([*shown, last])}"
 
 
 def user_place(error: BaseException) -> str:

@@ -1,24 +1,75 @@
-"""How well a client predicts, as counts."""
+"""How well a client predicts: as counts where they are known, as shares where a client keeps its counts to itself."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, Self
 
 from polyfed.confusion import Cells, as_text, correct, from_text, samples
 
+Part = Literal["test", "validation"]
+PARTS: tuple[Part, ...] = ("test", "validation")
+
+
+class Score(ABC):
+    """How well a client predicts the samples of each part, by each of the method's rules of prediction."""
+
+    confusion: Mapping[str, Cells]
+    """By rule, which classes of the test samples are predicted as which; empty where that is not known."""
+
+    @property
+    @abstractmethod
+    def rules(self) -> tuple[str, ...]:
+        """The rules of prediction; the first is the method's own."""
+
+    @abstractmethod
+    def share(self, part: Part, rule: str | None = None) -> float:
+        """The share of a part's samples that is predicted correctly, by default by the method's own rule.
+
+        NaN for a client without samples in that part.
+        """
+
+    @abstractmethod
+    def counts(self, part: Part, rule: str) -> tuple[int, int] | None:
+        """How many of a part's samples are predicted correctly, and how many there are; None if that is not told."""
+
+    @abstractmethod
+    def without_confusion(self) -> Self:
+        """The same without the counts of classes."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for a checkpoint."""
+
+    def accuracy(self, rule: str | None = None) -> float:
+        """Test accuracy, by default of the method's own rule; NaN for a client without test samples."""
+        return self.share("test", rule)
+
+    def validation_accuracy(self, rule: str | None = None) -> float:
+        """Validation accuracy; NaN for a client without validation samples."""
+        return self.share("validation", rule)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Score:
+        """What `to_dict` gave; raises a `TypeError` or a `ValueError` for anything else."""
+        if isinstance(values.get("test"), Mapping):
+            return Shares.from_dict(values)
+        confusion = {rule: from_text(text) for rule, text in dict(values.get("confusion", {})).items()}
+        return Evaluation(**{**values, "confusion": confusion})
+
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How many of a client's samples are predicted correctly, by each of the method's rules of prediction."""
+class Evaluation(Score):
+    """How many of a client's samples are predicted correctly."""
 
     test: int
     validation: int
     test_correct: dict[str, int]
     validation_correct: dict[str, int]
     confusion: Mapping[str, Cells] = field(default_factory=dict)
-    """By rule, which classes of the test samples are predicted as which; empty where a client keeps that to itself."""
 
     @staticmethod
     def of(test: Mapping[str, Cells], validation: Mapping[str, Cells]) -> Evaluation:
@@ -27,32 +78,76 @@ class Evaluation:
         right = [{rule: correct(cells) for rule, cells in part.items()} for part in (test, validation)]
         return Evaluation(sizes[0], sizes[1], right[0], right[1], dict(test))
 
-    def accuracy(self, rule: str | None = None) -> float:
-        """Test accuracy, by default of the method's own rule; NaN for a client without test samples."""
-        return self._share(self.test_correct, self.test, rule)
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return tuple(self.test_correct)
 
-    def validation_accuracy(self, rule: str | None = None) -> float:
-        """Validation accuracy; NaN for a client without validation samples."""
-        return self._share(self.validation_correct, self.validation, rule)
+    def share(self, part: Part, rule: str | None = None) -> float:
+        correct, size = self.counts(part, rule or next(iter(self.test_correct)))
+        return correct / size if size else math.nan
+
+    def counts(self, part: Part, rule: str) -> tuple[int, int]:
+        if part == "test":
+            return self.test_correct[rule], self.test
+        return self.validation_correct[rule], self.validation
 
     def without_confusion(self) -> Evaluation:
-        """The same without the counts of classes."""
         return replace(self, confusion={})
 
     def told(self) -> dict[str, Any]:
-        """What a client elsewhere tells of it, as plain values: counts of classes would show what data it has."""
-        return {name: value for name, value in vars(self).items() if name != "confusion"}
+        """What a client elsewhere tells of it, as plain values: counts would show how much of which data it has."""
+        return Shares(*({rule: self.share(part, rule) for rule in self.rules} for part in PARTS)).to_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for a checkpoint."""
-        return {**self.told(), "confusion": {rule: as_text(cells) for rule, cells in self.confusion.items()}}
+        counts = {name: value for name, value in vars(self).items() if name != "confusion"}
+        return {**counts, "confusion": {rule: as_text(cells) for rule, cells in self.confusion.items()}}
+
+
+@dataclass(frozen=True)
+class Shares(Score):
+    """Which share of a client's samples is predicted correctly, by rule; NaN where it has none."""
+
+    test: Mapping[str, float]
+    validation: Mapping[str, float]
+    confusion: Mapping[str, Cells] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return tuple(self.test)
+
+    def share(self, part: Part, rule: str | None = None) -> float:
+        found = self.test if part == "test" else self.validation
+        return found[rule or next(iter(found))]
+
+    def counts(self, part: Part, rule: str) -> None:
+        return None
+
+    def without_confusion(self) -> Shares:
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they travel too; JSON has no NaN, so a missing share is None."""
+        parts = {part: getattr(self, part) for part in PARTS}
+        return {part: {rule: None if x != x else x for rule, x in found.items()} for part, found in parts.items()}
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Evaluation:
-        """What `told` or `to_dict` gave; raises a `TypeError` or a `ValueError` for anything else."""
-        confusion = {rule: from_text(text) for rule, text in dict(values.get("confusion", {})).items()}
-        return Evaluation(**{**values, "confusion": confusion})
+    def from_dict(values: Mapping[str, Any]) -> Shares:
+        """What `to_dict` gave; raises a `TypeError` or a `ValueError` for anything but shares by the same rules.
 
-    @staticmethod
-    def _share(correct: dict[str, int], samples: int, rule: str | None) -> float:
-        return correct[rule or next(iter(correct))] / samples if samples else float("nan")
+        >>> Shares.from_dict({"test": {"classifier": 0.5}, "validation": {"classifier": None}}).accuracy()
+        0.5
+        """
+        if not isinstance(values, Mapping) or values.keys() != set(PARTS):
+            raise ValueError(f"scores are not those of {' and '.join(PARTS)}")
+        test, validation = ({rule: _checked(x) for rule, x in dict(values[part]).items()} for part in PARTS)
+        if not test or list(test) != list(validation):
+            raise ValueError("the parts are not scored by the same rules")
+        return Shares(test, validation)
+
+
+def _checked(share: object) -> float:
+    if share is None:
+        return math.nan
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError("a score is not a share from 0 to 1")
+    return float(share)

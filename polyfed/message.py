@@ -7,6 +7,7 @@ and counts travel with them as metadata and are never counted as floats. Bytes a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -192,6 +193,35 @@ class Schema:
 
     tensors: Mapping[str, Floats] = field(default_factory=dict)
     metadata: Mapping[str, Labels | Counts] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> int | None:
+        """Bytes that no valid message exceeds; None if the sender chooses a size freely.
+
+        There are at most as many labels as classes, and a rank is at most the smaller side of its matrix.
+
+        >>> Schema({"w": Floats((2, 3))}).largest >= Message({"w": torch.zeros(2, 3)}).nbytes
+        True
+        """
+        sizes = {entry.size: entry.classes for entry in self.metadata.values() if isinstance(entry, Labels)}
+        shapes = [(name, 4, entry.shape) for name, entry in self.tensors.items()]
+        for name, entry in self.metadata.items():
+            shapes.append((_METADATA + name, 8, (entry.size,) if isinstance(entry, Labels) else entry.shape))
+        chosen: dict[str, int] = {}
+        for _, _, shape in shapes:
+            fixed = [side for side in shape if isinstance(side, int)]
+            for side in shape:
+                if isinstance(side, str) and side not in sizes and fixed:
+                    chosen[side] = min(chosen.get(side, fixed[0]), *fixed)
+        known = chosen | sizes
+        if any(isinstance(side, str) and side not in known for _, _, shape in shapes for side in shape):
+            return None
+        return 1000 + sum(
+            width * math.prod(known[side] if isinstance(side, str) else side for side in shape)
+            + len(json.dumps(name))
+            + 200  # its entry in the header
+            for name, width, shape in shapes
+        )
 
     def check(self, message: Message) -> None:
         """Raise unless the message has exactly these entries, of these shapes and types, with valid values."""

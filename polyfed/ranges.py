@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -44,6 +44,8 @@ def describe_range(model: type[BaseModel], name: str) -> str:
     if choices:
         return "one of " + ", ".join(str(choice) for choice in get_args(choices[0]))
     types = {info.annotation, *get_args(info.annotation)}
+    if any(get_origin(kind) in (list, tuple) for kind in types) and str not in types:
+        return ""  # its description says what belongs in the list
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     noun = next((noun for kind, noun in kinds.items() if kind in types), "")
     words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}

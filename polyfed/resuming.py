@@ -9,6 +9,7 @@ from typing import Any
 
 from polyfed.addresses import PYTHON
 from polyfed.config import Experiment, experiment, merged
+from polyfed.data import parse_address
 from polyfed.devices import MIXES
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown
@@ -16,7 +17,6 @@ from polyfed.registry import ENGINES
 
 CHANGEABLE = ("training.", "method.")
 """Settings that may change during a run if the user says so; others would make it another federation."""
-NPZ = "npz:"
 
 
 def changed_settings(config: Experiment, rounds: int | None, changes: Mapping[str, Any]) -> Experiment:
@@ -60,10 +60,9 @@ def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Colle
 def located(config: Experiment, began_in: Path) -> Experiment:
     """The experiment with relative paths resolved from where the run started, if they do not exist here."""
     changes: dict[str, Any] = {}
-    if config.data.startswith(NPZ):
-        path = Path(config.data.removeprefix(NPZ))
-        if not path.exists() and (began_in / path).exists():
-            changes["data"] = f"{NPZ}{began_in / path}"
+    own = parse_address(config.data)
+    if own is not None:
+        changes["data"] = own.moved(began_in).text
     table = Path(config.devices or "")
     if config.devices not in (None, *MIXES) and not table.exists() and (began_in / table).exists():
         changes["devices"] = str(began_in / table)

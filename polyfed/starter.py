@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from polyfed.methods import find_method
 from polyfed.ranges import typed
 from polyfed.records import disk
 from polyfed.report.tables import described, fields
+from polyfed.yaml_text import parse_value
 
 WIDTH = 80
 ON = ("data", "clients", "models", "rounds", "seed")
@@ -26,7 +28,11 @@ def write_starter(path: Path, method: str) -> None:
     """Write a new file; one that exists is left as it is."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"'{path}' must end in .yaml, so that `polyfed run` knows it is a file.")
-    content = starter(method)
+    write_new(path, starter(method))
+
+
+def write_new(path: Path, content: str) -> None:
+    """Write a file that does not exist yet."""
     try:
         disk.write_first(path, content)
     except FileExistsError as error:
@@ -44,27 +50,50 @@ def starter(method: str) -> str:
         "",
         "method:",
         f"  name: {method}",
-        *_settings(find_method(method).Config, "  "),
+        *settings(find_method(method).Config, "  "),
     ]
     for setting in fields(Experiment):
         name = setting["name"]
         if name in GROUPS:
-            lines += ["", *_comment(setting["description"], ""), f"{name}:", *_settings(GROUPS[name], "  ")]
+            lines += ["", *comment(setting["description"], ""), f"{name}:", *settings(GROUPS[name], "  ")]
         elif name != "method":
             lines += _setting(setting, "", on=name in ON)
     return "\n".join(lines) + "\n"
 
 
-def _settings(model: type[BaseModel], indent: str) -> Iterator[str]:
+def settings(
+    model: type[BaseModel], indent: str, on: Mapping[str, Any] = MappingProxyType({}), names: Collection[str] = ()
+) -> Iterator[str]:
+    """Lines for the settings of a group; those in `on` have the value given there, the others are comments.
+
+    `names`: only these; empty: all.
+    """
     for setting in fields(model):
-        yield from _setting(setting, indent)
+        name = setting["name"]
+        if name in on:
+            yield from _setting({**setting, "default": on[name]}, indent, on=True)
+        elif not names or name in names:
+            yield from _setting(setting, indent)
 
 
 def _setting(setting: Mapping[str, Any], indent: str, *, on: bool = False) -> list[str]:
-    line = f"{indent}{'' if on else '#'}{setting['name']}: {typed(setting['default'])}"
-    return ["", *_comment(described(setting), indent), line]
+    line = f"{indent}{'' if on else '#'}{setting['name']}: {written(setting['default'])}"
+    return ["", *comment(described(setting), indent), line]
 
 
-def _comment(words: str, indent: str) -> list[str]:
+def written(value: object) -> str:
+    """A value as a user would write it in a YAML file.
+
+    >>> written(("cat", "dog")), written("8:1:1"), written("no"), written(None)
+    ('[cat, dog]', '8:1:1', "'no'", 'none')
+    """
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(written(each) for each in value)}]"
+    text = typed(value)
+    return text if not isinstance(value, str) or parse_value(text) == value else f"'{text}'"
+
+
+def comment(words: str, indent: str) -> list[str]:
+    """Lines of a comment."""
     start = f"{indent}# "
     return textwrap.wrap(words, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)

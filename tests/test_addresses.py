@@ -49,14 +49,18 @@ def each(purpose: str) -> set[str]:
 
 
 ALWAYS = {"partition", "split", "initial/Wide/shared", "initial/method", *each("batches/model")}
+HEAD = {"initial/head", "initial/Wide/head"}
 AUXILIARY = {"initial/Narrow/auxiliary"}
 MORE: dict[str, set[str]] = {
     "fedtgp": {"initial/trainable prototypes", "server/prototypes/1", "server/prototypes/2"},
-    "dc-pfl": {
+    "dc-pfl": HEAD | {
         "server/virtual features/1", "server/virtual features/2", "server/calibration/1", "server/calibration/2",
     },
-    "fedgh": {"server/header/1", "server/header/2"},
-    "fedgen": {"initial/generator", "server/generator/1", "server/generator/2"},
+    "fedgh": HEAD | {"server/header/1", "server/header/2"},
+    "fedgen": HEAD | {"initial/generator", "server/generator/1", "server/generator/2"},
+    "lg-fedavg": HEAD,
+    "fedclassavg": HEAD,
+    "fedssa": HEAD,
     "fml": AUXILIARY,
     "fedkd": AUXILIARY,
     "fedmrl": AUXILIARY,

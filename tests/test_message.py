@@ -187,3 +187,22 @@ def test_the_first_difference_is_named(changes: dict[str, Tensor | None], words:
     metadata = {name: kept.pop(name) for name in ("labels", "counts") if name in kept}
     with pytest.raises(BadMessage, match=words):
         SCHEMA.check(Message(kept, metadata))
+
+
+def test_a_schema_knows_how_large_a_message_can_be() -> None:
+    """Ten classes of 4 floats, labels and counts: 160 + 80 + 80 bytes and a header; 200 rows are too many."""
+    schema = Schema({"prototypes": Floats(("seen", 4))}, {"labels": Labels(10), "counts": Counts(("seen",))})
+    most = schema.largest
+    assert most is not None and 160 + 80 + 80 < most < 3000
+    for rows in (1, 10):
+        labels = torch.arange(rows)
+        message = Message({"prototypes": torch.zeros(rows, 4)}, {"labels": labels, "counts": labels})
+        assert message.nbytes == len(message.to_bytes()) <= most
+    assert Message({"prototypes": torch.zeros(200, 4)}).nbytes > most
+
+
+def test_a_rank_is_at_most_the_smaller_side_and_a_free_size_has_no_limit() -> None:
+    """Factors of a 50 by 20 matrix: at most 50 · 20 + 20 · 20 floats, 5600 bytes."""
+    factors = Schema({"left": Floats((50, "rank")), "right": Floats(("rank", 20))})
+    assert factors.largest is not None and 5600 < factors.largest < 5600 + 2000
+    assert Schema({"any": Floats(("size",))}).largest is None

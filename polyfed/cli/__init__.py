@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed import __version__
-from polyfed.cli import compare, export, lists, report, reproduce, runs, show, tune
+from polyfed.cli import compare, export, lists, report, reproduce, runs, server, show, site, tune
 from polyfed.cli.base import app, error_console, out_console
 from polyfed.errors import PolyfedError
 
@@ -23,6 +23,8 @@ _COMMANDS = (
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(_command.__name__.removesuffix("_runs"))(_command)  # a function called list would hide Python's own
+app.add_typer(server.app, name="server")
+app.add_typer(site.app, name="site")
 
 
 def _print_version(wanted: bool) -> None:

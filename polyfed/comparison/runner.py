@@ -13,7 +13,7 @@ from polyfed.addresses import PYTHON, names_code, trusting
 from polyfed.comparison.crew import Crew
 from polyfed.comparison.plan import Cell
 from polyfed.config import Experiment, read_yaml
-from polyfed.data import Dataset, load_dataset
+from polyfed.data import Dataset, load_dataset, parse_address
 from polyfed.errors import FolderError, InputError, PolyfedError, first_line
 from polyfed.methods import METHODS
 from polyfed.models import Models
@@ -196,8 +196,9 @@ def _side_by_side(
 def _fetch_data(cells: Sequence[Cell]) -> None:
     """Download what must be downloaded once, before several processes try to at the same time."""
     for data, folder in {(cell.config.data, cell.config.data_folder) for cell in cells}:
-        with suppress(PolyfedError):  # every run will say what is wrong
-            load_dataset(data, folder)
+        if parse_address(data) is None:
+            with suppress(PolyfedError):  # every run will say what is wrong
+                load_dataset(data, folder)
 
 
 def _portable(config: Experiment) -> dict[str, Any]:

@@ -12,17 +12,20 @@ from polyfed.data.augment import Augmentation
 from polyfed.data.dataset import ClientData, Dataset
 from polyfed.data.files import save_npz
 from polyfed.data.given_test import check_tested, chosen_test_set, describe_test_set
+from polyfed.data.own import guess_address, parse_address
 from polyfed.data.partitions import PARTITIONS, SPLITS, partition
 from polyfed.data.sources import SOURCES, Source, default_folder, load_dataset
+from polyfed.data.tables import Constants, from_frame, save_constants
 from polyfed.data.torch_datasets import as_sample, from_torch_dataset, no_dataset
 
 __all__ = [
+    "Augmentation",
+    "ClientData",
+    "Constants",
+    "Dataset",
     "PARTITIONS",
     "SOURCES",
     "SPLITS",
-    "Augmentation",
-    "ClientData",
-    "Dataset",
     "Source",
     "as_sample",
     "check_tested",
@@ -30,10 +33,14 @@ __all__ = [
     "default_folder",
     "describe_test_set",
     "from_arrays",
+    "from_frame",
     "from_torch_dataset",
+    "guess_address",
     "layout_hint",
     "load_dataset",
     "no_dataset",
+    "parse_address",
     "partition",
+    "save_constants",
     "save_npz",
 ]

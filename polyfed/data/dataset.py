@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from polyfed.errors import InputError
+
+
+class Rows(Protocol):
+    """The rows of a table, from which samples are made with constants that are fitted to some of them."""
+
+    @property
+    def constants(self) -> Any: ...
+
+    def fitted(self, rows: Tensor) -> Rows: ...
+
+    def samples(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +50,8 @@ class Dataset:
     """Whether that test set is by default pooled with the rest, as the papers do; otherwise nobody trains on it."""
     class_names: tuple[str, ...] = ()
     """The names of the classes; empty: their numbers."""
+    table: Rows | None = None
+    """The rows behind the samples of a table."""
     _scalings: dict[torch.device, tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +73,14 @@ class Dataset:
 
     def only(self, samples: Tensor) -> Dataset:
         """The same source with only these samples, in this order."""
-        return replace(self, images=self.images[samples], labels=self.labels[samples], official_test=0)
+        return replace(self, images=self.images[samples], labels=self.labels[samples], official_test=0, table=None)
+
+    def fitted(self, training: Tensor) -> Dataset:
+        """The same, where a table's samples are made with constants (means, medians) of these samples only."""
+        if self.table is None:
+            return self
+        table = self.table.fitted(training)
+        return replace(self, images=table.samples(), table=table)
 
     def __repr__(self) -> str:
         shape = "×".join(str(side) for side in self.input_shape)

@@ -122,17 +122,18 @@ def read_class_folders(folder: Path, size: tuple[int, int], name: str) -> tuple[
     return torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64)
 
 
-def read_picture(path: Path, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """One picture file as `uint8` [3, height, width], resized if it has another size."""
+def read_picture(path: Path, size: tuple[int, int], mode: str = "RGB") -> NDArray[np.uint8]:
+    """One picture file as `uint8` [channels, height, width], resized if it has another size; mode L: one channel."""
     try:
         with Image.open(path) as image:
-            colours = image.convert("RGB")
+            colours = image.convert(mode)
     except (OSError, SyntaxError) as error:
         raise InputError(f"{path} cannot be read as a picture ({one_line(error)}): fetch the file again.") from error
     height, width = size
     if colours.size != (width, height):
         colours = colours.resize((width, height), Image.Resampling.BILINEAR)
-    return np.asarray(colours, dtype=np.uint8).transpose(2, 0, 1)
+    pixels = np.asarray(colours, dtype=np.uint8)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
 def one_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,10 @@ from polyfed.data.files import (
     read_idx_folder,
     read_npz,
 )
+from polyfed.data.folders import read_folder
+from polyfed.data.own import Address, guess_address, no_columns, parse_address
 from polyfed.data.reading import Decoded, decoded_once, read_many
+from polyfed.data.table_files import read_table
 from polyfed.errors import InputError, unknown_name
 
 FOLDER_VARIABLE = "POLYFED_DATA"
@@ -71,8 +74,8 @@ class Source:
     """How to get the data."""
     normalisation: Normalisation
     """Mean and standard deviation per channel; empty: computed from the images."""
-    load: Callable[[Source, Path, bool], Dataset]
-    """Makes the dataset, given this entry, a folder and whether a download is allowed."""
+    load: Callable[[Source, Path, bool], Dataset] | None = None
+    """Makes the dataset, given this entry, a folder and whether a download is allowed; None: data of your own."""
     test_samples: int = 0
     """How many of the samples are the official test set."""
     layout: str = ""
@@ -111,26 +114,34 @@ def default_folder() -> Path:
     return Path(os.environ.get(FOLDER_VARIABLE) or "data")
 
 
-def load_dataset(name: str, folder: Path | str | None = None, download: bool = True) -> Dataset:
+def load_dataset(
+    name: str, folder: Path | str | None = None, download: bool = True, *, label: str | None = None
+) -> Dataset:
     """The dataset of that name, from the folder (default: POLYFED_DATA, else ./data).
 
     NAME.npz in the folder (with x_train, y_train, x_test, y_test) is used first: that is how to provide any
-    dataset without internet access. `npz:PATH` reads your own archive.
+    dataset without internet access. Your own data are `npz:PATH` (an archive of arrays), `folder:PATH` (pictures by
+    class) or `table:PATH` (CSV or Parquet, where `label` is the column with the classes).
 
     >>> load_dataset("digits").input_shape
     (1, 28, 28)
     """
-    own = name.startswith("npz:")
-    source = SOURCES.get("npz:PATH" if own else name.lower())
-    if source is None:
-        if name.endswith(".npz") or "/" in name or Path(name).is_file():
-            raise InputError(f"'{name}' is not the name of a dataset: for your own npz archive write npz:{name}.")
+    address = parse_address(name)
+    if address is not None:
+        return OWN[address.kind](address.with_settings(label=label))
+    source = SOURCES.get(name.lower())
+    if source is None or not source.load:
+        if "/" in name or Path(name).suffix in (".npz", ".csv", ".parquet") or Path(name).exists():
+            own = guess_address(name)
+            raise InputError(f"'{name}' is not the name of a dataset: for your own data write {own.text}.")
         raise unknown_name("dataset", name, SOURCES)
+    if label is not None:
+        raise no_columns("label", label, name)
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
-    if not own and archive.is_file():
+    if archive.is_file():
         return source.dataset(*read_npz(archive, source.name))
-    return source.load(replace(source, name=name) if own else source, place, download)
+    return source.load(source, place, download)
 
 
 def _digits(source: Source, folder: Path, download: bool) -> Dataset:
@@ -206,11 +217,13 @@ def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
     )
 
 
-def _own_file(source: Source, folder: Path, download: bool) -> Dataset:
-    """A user's own archive, at the path in the name."""
-    path = Path(source.name.removeprefix("npz:")).expanduser()
-    images, labels, official_test, class_names = read_npz(path, path.stem)
-    return measured_dataset(images, labels, official_test, path.stem, class_names=class_names)
+def _own_archive(address: Address) -> Dataset:
+    images, labels, official_test, class_names = read_npz(address.file, address.name)
+    return measured_dataset(images, labels, official_test, address.name, class_names=class_names)
+
+
+OWN: dict[str, Callable[[Address], Dataset]] = {"npz": _own_archive, "folder": read_folder, "table": read_table}
+"""How each kind of a user's own data is read."""
 
 
 def _torchvision_pair(source: Source, kind: Callable[..., Any], folder: Path, download: bool) -> Dataset:
@@ -323,7 +336,9 @@ _ENTRIES = (
         HALF_COLOUR,
         _tiny_imagenet,
     ),
-    Source("npz:PATH", "a file of your own", 0, 0, (), "an npz with x_train, y_train, …", ((), ()), _own_file),
+    Source("npz:PATH", "arrays of your own", 0, 0, (), "an npz with x_train, y_train, …", ((), ())),
+    Source("folder:PATH", "pictures of your own", 0, 0, (), "folders CLASS/PICTURE", ((), ())),
+    Source("table:PATH", "a table of your own", 0, 0, (), "CSV or Parquet, --label COLUMN", ((), ())),
 )
 
 SOURCES: dict[str, Source] = {source.name: source for source in _ENTRIES}

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -19,7 +20,7 @@ from polyfed.engines.client import round as local
 from polyfed.engines.client.flops import ClientFlops, count_flops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench, hollow, state_of
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Evaluation, Score
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.methods.parts.network import ClientNetwork
@@ -41,6 +42,20 @@ class EngineSettings:
     ray: RaySettings = field(default_factory=RaySettings)
 
 
+class Listener(Protocol):
+    """Who an engine tells what happens before a round."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the user wants the run to stop: then do not wait any longer."""
+
+    def tell(self, note: str) -> None:
+        """Show a note now, and keep it."""
+
+    def on_members(self, present: Mapping[int, str], absent: Mapping[int, str]) -> None:
+        """Who is there and who is not, by client number."""
+
+
 class Engine(ABC):
     """Trains and evaluates clients wherever they live. The federation sees messages and counts, never a model."""
 
@@ -53,6 +68,8 @@ class Engine(ABC):
     """Remarks on the clients' data before the first round."""
     about: Mapping[str, Any] = MappingProxyType({})
     """What the run's summary says about the clients' data."""
+    patient: bool = False
+    """Whether a run continues after a round with too few replies: clients elsewhere may come back."""
 
     @classmethod
     def create(cls, population: Population, settings: EngineSettings) -> Self:
@@ -77,15 +94,31 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
-    ) -> dict[int, Evaluation]:
+    ) -> Mapping[int, Score]:
         """Score these clients; with `downloads`, as if each had just received its own, without keeping it.
 
         Clients that can't be asked are missing from the answer.
         """
 
+    @property
     @abstractmethod
-    def join(self) -> Mapping[int, Profile]:
-        """What is known about each client; called once, before the first round."""
+    def profiles(self) -> Mapping[int, Profile]:
+        """What is known about each client that has joined; in a simulation, all of them from the start."""
+
+    def gather(self, round: int, needed: int, listener: Listener, failed: int = 0) -> None:
+        """Called before each round: wait until at least that many clients can be asked, or a stop is requested.
+
+        `failed` is how many rounds in a row had too few replies.
+        """
+        return
+
+    def remembered(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of the engine itself, as plain values."""
+        return {}
+
+    def recall(self, values: Mapping[str, Any]) -> None:
+        """Continue with what `remembered` gave."""
+        return
 
     @abstractmethod
     def available(self) -> Collection[int]:
@@ -126,7 +159,8 @@ class LocalEngine(Engine):
     def create(cls, population: Population, settings: EngineSettings) -> Self:
         return cls(population, memory_budget=settings.memory_budget)
 
-    def join(self) -> Mapping[int, Profile]:
+    @cached_property
+    def profiles(self) -> Mapping[int, Profile]:
         return {client: self.population.profile(client) for client in self.population.clients}
 
     def available(self) -> Collection[int]:

@@ -22,7 +22,7 @@ from polyfed.engines.sequential import SequentialEngine
 from polyfed.engines.threads import ThreadsEngine
 from polyfed.engines.vectorized import VectorizedEngine
 from polyfed.errors import InputError
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Score
 from polyfed.message import Message, State, is_plain
 from polyfed.methods.base import Reply
 from polyfed.population import Population
@@ -157,7 +157,7 @@ class Host:
 
     def evaluate(
         self, clients: Sequence[int], round: int, downloads: Mapping[int, PackedMessage]
-    ) -> dict[int, Evaluation]:
+    ) -> Mapping[int, Score]:
         """Score these clients, as if they had received these downloads."""
         received = {client: unpacked_message(message) for client, message in downloads.items()}
         return self._engine.evaluate(clients, round, received)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from polyfed.engines.hosts import (
 from polyfed.engines.ray_actors import Actor, Call, chunks, slices
 from polyfed.engines.ray_session import RaySession
 from polyfed.errors import InputError, RunError, first_line
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Score
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
 from polyfed.population import Population
@@ -95,7 +96,8 @@ class RayEngine(Engine):
 
     # What the federation asks -----------------------------------------------------------------------------------------
 
-    def join(self) -> Mapping[int, Profile]:
+    @cached_property
+    def profiles(self) -> Mapping[int, Profile]:
         return {client: self.population.profile(client) for client in self.population.clients}
 
     def available(self) -> Collection[int]:
@@ -133,14 +135,14 @@ class RayEngine(Engine):
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
-    ) -> dict[int, Evaluation]:
+    ) -> dict[int, Score]:
         wanted = dict.fromkeys(sorted(clients))
         received = downloads or {}
         calls: dict[int, Call] = {}
         for actor, own in self._divided(wanted):
             packed = self._packed({client: received[client] for client in own if client in received})
             calls[actor.number] = ("evaluate", (list(own), round, packed))
-        scores: dict[int, Evaluation] = {}
+        scores: dict[int, Score] = {}
         self._ask(calls, lambda actor, found: scores.update(found))
         return {client: scores[client] for client in wanted}
 

@@ -92,11 +92,12 @@ class Blueprint(Settings):
     training: dict[str, Any]
     rounds: int
     seed: int
-    common: str
-    """The network that defines what clients have in common: the first client's."""
+    common: str | None
+    """The network that defines what clients have in common: the first client's; None where none is known."""
     auxiliary: str
     """The small common network of methods that have one."""
-    feature_size: int = Field(ge=1)
+    feature_size: int = Field(ge=0)
+    """0 where no common number is agreed on."""
     features: int | None = None
     match: Literal["pool", "project"] = "pool"
     heads: str | list[str | None] | dict[str, str] | None = None
@@ -141,14 +142,14 @@ def run_card(config: Experiment, population: Population) -> RunCard:
     task, method = population.task, population.method
     counts = population.counts if method.kept_fresh else {}
     owned = population.architectures
-    known = {each.name: each for each in (*owned.values(), task.architecture, task.auxiliary)}
+    known = {each.name: each for each in (*owned.values(), task.architecture, task.auxiliary) if each is not None}
     return RunCard(
         inputs=Inputs.of(population.dataset),
         method=config.model_dump(mode="json")["method"],
         training=config.training.model_dump(mode="json"),
         rounds=config.rounds,
         seed=config.seed,
-        common=task.architecture.name,
+        common=None if task.architecture is None else task.architecture.name,
         auxiliary=task.auxiliary.name,
         feature_size=task.feature_size,
         features=task.features,

@@ -45,7 +45,7 @@ def rebuilt(
     """The method, and a new network of this name with the method's modules beside it; `where` is what errors name."""
     with trusting(trust):
         found = {name: _architecture(card, name, models, trust, where) for name in card.networks}
-        unknown = {network, card.common, card.auxiliary} - found.keys()
+        unknown = {network, card.common or network, card.auxiliary} - found.keys()
         if unknown:
             raise InputError(f"{where} is damaged (it describes no network '{sorted(unknown)[0]}'): restore it.")
         inputs = card.inputs
@@ -54,7 +54,7 @@ def rebuilt(
             classes=inputs.classes,
             rounds=card.rounds,
             seed=card.seed,
-            architecture=found[card.common],
+            architecture=found[card.common] if card.common else None,
             auxiliary=found[card.auxiliary],
             feature_size=card.feature_size,
             features=card.features,
@@ -126,9 +126,7 @@ def with_last_knowledge(
 ) -> State:
     """A client's state after one more download, as far as it holds nothing but the server's knowledge."""
     download = method.download(server, client, knowledge.classes if method.announces_classes else None)
-    changed = method.receive(state, download, knowledge)
-    fresh = {name: tensor for name, tensor in changed.items() if name.split(".")[0] in method.kept_fresh}
-    return {**state, **fresh}
+    return method.refreshed(state, download, knowledge)
 
 
 def last_server(method: Method, folder: RunFolder, seed: int, rounds: int) -> Server:

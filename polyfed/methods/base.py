@@ -20,13 +20,15 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyfed.evaluation import Evaluation
+from polyfed.errors import InputError
+from polyfed.evaluation import Score
 from polyfed.message import Message, Schema, State
 from polyfed.methods.parts.network import Applied, Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
 from polyfed.models.layers import Match
+from polyfed.models.networks import FromCatalogue
 from polyfed.seeds import seeded, torch_generator
 from polyfed.settings import Settings
 
@@ -84,8 +86,11 @@ class Task:
     classes: int
     rounds: int
     seed: int
-    architecture: Architecture
-    """The network that defines what clients have in common: all of it (FedAvg), its head, or its number of features."""
+    architecture: Architecture | None
+    """The network that defines what clients have in common: all of it (FedAvg), its head, or its number of features.
+
+    None on a server that knows no client's network: then the common head is one linear layer with a bias.
+    """
     auxiliary: Architecture
     """The small homogeneous network of mutual-learning methods."""
     feature_size: int
@@ -97,12 +102,33 @@ class Task:
     def new_model(self, architecture: Architecture | None = None, *, variant: str | int = "shared") -> SplitNetwork:
         """A freshly initialised network; every caller that asks for the same variant gets the same weights."""
         chosen = architecture or self.architecture
+        if chosen is None:
+            raise InputError(
+                "a network that all clients have in common is needed here, but none is known: name it (the network of "
+                "the federation's task)."
+            )
         with seeded(self.seed, "initial", chosen.name, variant):
             return chosen.build(self.input_shape, self.classes, self.features, self.match)
 
     def new_head(self) -> nn.Module:
-        """The head of such a network, freshly initialised: all that a server needs if clients differ."""
-        return self.new_model().head
+        """The common head, freshly initialised: all that a server needs if clients differ.
+
+        A linear head is drawn on its own, so that a server which knows no client's network draws the same. A user's
+        head of another kind, or with weights of its own, is kept as it is.
+        """
+        if self.architecture is not None:
+            head = self.new_model().head
+            if not _is_plain(head) or self._is_given(head):
+                return head
+        with seeded(self.seed, "initial", "head"):
+            return nn.Linear(self.feature_size, self.classes)
+
+    def _is_given(self, head: nn.Module) -> bool:
+        """Whether the head's weights are the user's, and not drawn: they are the same with another seed."""
+        if self.architecture is None or isinstance(self.architecture.maker, FromCatalogue):
+            return False
+        other = self.new_model(variant="head").head.state_dict()
+        return all(torch.equal(tensor, other[name]) for name, tensor in head.state_dict().items())
 
     def new_auxiliary(self, features: int | None = None) -> SplitNetwork:
         """The auxiliary network, freshly initialised, the same for every caller; with that many features if given."""
@@ -113,6 +139,12 @@ class Task:
         """The method's own module, initialised in the same way for every caller."""
         with seeded(self.seed, "initial", purpose):
             return build()
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a head is one linear layer with a bias, and all of it trains."""
+    trains = all(parameter.requires_grad for parameter in head.parameters())
+    return type(head) is nn.Linear and head.bias is not None and trains
 
 
 @dataclass(frozen=True)
@@ -225,7 +257,7 @@ class Reply:
     """Remarks of the method or the engine, kept as events of the run."""
     failure: str = ""
     """Why there is no message; such a reply is left out of the round."""
-    evaluation: Evaluation | None = None
+    evaluation: Score | None = None
     """How well the client predicts now, if that was asked for and saves a message."""
 
 
@@ -312,6 +344,12 @@ class Method:
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         """The entries of the client's state that a download changes; by default those of the same names."""
         return dict(message.tensors)
+
+    def refreshed(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        """The client's state after one more download, as far as it holds nothing but the server's knowledge."""
+        changed = self.receive(state, message, client) if self.kept_fresh else {}
+        fresh = {name: tensor for name, tensor in changed.items() if name.split(".")[0] in self.kept_fresh}
+        return {**state, **fresh}
 
     def phases(self) -> list[Phase]:
         """The stages of local training, the same in every round; by default the private model on cross entropy."""

@@ -82,16 +82,8 @@ class FedSSA(Method):
     def __init__(self, config: Config, task: Task, training: Training) -> None:
         super().__init__(config, task, training)
         head = task.new_head()
-        if not isinstance(head, nn.Linear):
-            raise InputError(
-                "fedssa needs a head that is one linear layer, with one row for each class, but that of "
-                f"{task.architecture.name} is of type {type(head).__name__}; choose networks that end with one."
-            )
-        if not all(parameter.requires_grad for parameter in head.parameters()):
-            raise InputError(
-                f"fedssa shares whole rows of the head, but parts of that of {task.architecture.name} are frozen: "
-                "leave its parameters trainable (requires_grad=True)."
-            )
+        if task.architecture is not None:
+            _check_rows(head, task.architecture.name)
         self.row_size = head_rows({f"model.head.{name}": t for name, t in head.state_dict().items()}).shape[1]
         self.whole = config.full_header or config.average == "head"
         """Whether heads travel, not rows with a list of classes."""
@@ -167,6 +159,20 @@ class FedSSA(Method):
             f"with stable_round {self.config.stable_round} the head's rows can grow {growth:.3g}-fold before they are "
             "stable; convex=true keeps their size"
         ]
+
+
+def _check_rows(head: nn.Module, network: str) -> None:
+    """Raise unless all rows of a network's head can be shared."""
+    if not isinstance(head, nn.Linear):
+        raise InputError(
+            f"fedssa needs a head that is one linear layer, with one row for each class, but that of {network} is of "
+            f"type {type(head).__name__}; choose networks that end with one."
+        )
+    if not all(parameter.requires_grad for parameter in head.parameters()):
+        raise InputError(
+            f"fedssa shares whole rows of the head, but parts of that of {network} are frozen: leave its parameters "
+            "trainable (requires_grad=True)."
+        )
 
 
 def head_rows(state: Mapping[str, Tensor]) -> Tensor:

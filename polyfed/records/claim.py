@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,18 @@ def read_claim(path: Path) -> dict[str, Any]:
 
 def resume_command(path: Path) -> str:
     """The command that continues a run, with --trust if its settings name code that has to be imported."""
-    settings = read_claim(path).get("settings", {})
+    claim = read_claim(path)
+    if own_command(claim):
+        return own_command(claim)
+    settings = claim.get("settings", {})
     code = [value for name, value in settings.items() if name in ("models", "auxiliary") or name.startswith("method.")]
     trust = any(map(names_code, [*code, _engine(path)]))
     return f"polyfed resume {path}{' --trust' if trust else ''}"
+
+
+def own_command(claim: Mapping[str, Any]) -> str:
+    """The command that continues a run which `polyfed resume` can't; empty if it can."""
+    return str(claim.get("command", ""))
 
 
 def _engine(path: Path) -> object:

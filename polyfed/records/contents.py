@@ -15,7 +15,7 @@ from polyfed.config import Experiment, read_experiment
 from polyfed.errors import InputError
 from polyfed.message import State
 from polyfed.records import disk
-from polyfed.records.claim import read_claim, resume_command
+from polyfed.records.claim import own_command, read_claim, resume_command
 from polyfed.records.ending import Ending
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
 from polyfed.records.rows import event_of
@@ -61,6 +61,12 @@ class RunContents:
     def began_in(self) -> Path:
         """The folder from which the run was started; relative paths in its settings start there."""
         return Path(str(self._content.get("began_in", ".")))
+
+    def check_resumable(self) -> None:
+        """Raise if the run's clients are elsewhere, so that only its own command can continue it."""
+        command = own_command(self._content)
+        if command:
+            raise InputError(f"the clients of the run in '{self.path}' are elsewhere: continue it with `{command}`.")
 
     def check_settings(self, config: Experiment) -> None:
         """Raise if these are not the settings that the run started with, as far as they determine its numbers."""

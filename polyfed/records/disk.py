@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from polyfed.errors import InputError
@@ -25,32 +26,29 @@ def write(path: Path, content: bytes | str, *, sync_name: bool = True) -> None:
     Without `sync_name`, call `sync_folder` before anything relies on the file.
     """
     beside = _write_beside(path, content)
-    try:
-        beside.replace(path)
-    except BaseException:
-        remove(beside)
-        raise
+    _or_remove(beside, lambda: beside.replace(path))
     if sync_name:
         sync_folder(path.parent)
 
 
-def write_first(path: Path, content: bytes | str) -> None:
+def write_first(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
     """Write a file that nobody else has written; of several processes that try, one succeeds.
 
-    The others get a `FileExistsError`. Whoever sees the file sees all of it.
+    The others get a `FileExistsError`. Whoever sees the file sees all of it; a failure leaves no file. It has the
+    permissions `mode`, less what the umask forbids, before the first byte is in it.
     """
-    beside = _write_beside(path, content)
+    beside = _write_beside(path, content, mode)
     try:
         try:
             os.link(beside, path)
         except FileExistsError:
             raise
         except OSError:  # a file system without hard links
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o666))
-            beside.replace(path)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, mode))
+            _or_remove(path, lambda: beside.replace(path))
     finally:
         remove(beside)
-    sync_folder(path.parent)
+    _or_remove(path, lambda: sync_folder(path.parent))
 
 
 def append(path: Path, content: bytes, *, sync: bool = False) -> None:
@@ -146,10 +144,19 @@ def remove_unfinished(folder: Path, names: tuple[str, ...]) -> None:
             remove(path)
 
 
-def _write_beside(path: Path, content: bytes | str) -> Path:
+def _or_remove(path: Path, work: Callable[[], object]) -> None:
+    """Do the last steps for a file of our own; if they fail, delete it."""
+    try:
+        work()
+    except BaseException:
+        remove(path)
+        raise
+
+
+def _write_beside(path: Path, content: bytes | str, mode: int = 0o666) -> Path:
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{NEW}")
-    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o666)
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, mode)
     try:
         try:
             _write_all(file, data)

@@ -60,10 +60,13 @@ class RunFolder(RunContents):
         self._logs = {log.path.name: log for log in logs}
 
     @classmethod
-    def create(cls, path: Path, config: Experiment, facts: Mapping[str, str] | None = None) -> RunFolder:
+    def create(
+        cls, path: Path, config: Experiment, facts: Mapping[str, str] | None = None, command: str = ""
+    ) -> RunFolder:
         """A new run's folder. It must be new or empty: nothing that is already there is touched.
 
-        `facts` say what the run starts with besides its settings; `resume` checks that they are still true.
+        `facts` say what the run starts with besides its settings; `resume` checks that they are still true. `command`
+        continues the run if `polyfed resume` can't.
         """
         content = {
             "id": new_id(),
@@ -71,6 +74,7 @@ class RunFolder(RunContents):
             "rounds": config.rounds,
             "settings": fixed_settings(config),
             "facts": dict(facts or {}),
+            **({"command": command} if command else {}),
         }
         with writable(path):
             try:

@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from polyfed.errors import InputError, unknown_name
+from polyfed.ranges import typed
 from polyfed.remote.transport import Patience
+
+LONGEST = 60
+"""Characters of a value that a sentence shows."""
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,10 @@ class Agreement:
     """Valid answers after which a round need not wait for the rest; None: it waits for all."""
     grace: float = 0.0
     """Seconds that the rest still has when there are enough."""
+    minimum_members: int | None = None
+    """With fewer members present the run pauses; None: all are needed."""
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    """What the members agreed on, as plain values; every site compares it with its own before it joins."""
 
     def __post_init__(self) -> None:
         if sorted(self.members.values()) != list(range(len(self.members))):
@@ -41,12 +50,13 @@ class Agreement:
                 f"the members are clients {sorted(self.members.values())}, but must be numbered from 0 to "
                 f"{len(self.members) - 1}, each once."
             )
-        enough = self.enough_replies
-        if enough is not None and (not _is_number(enough, int) or not 1 <= enough <= len(self.members)):
-            raise InputError(
-                f"enough_replies is {enough!r}, but must be a whole number from 1 to {len(self.members)}, the number "
-                "of members, or none."
-            )
+        for name in ("enough_replies", "minimum_members"):
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value, int) or not 1 <= value <= len(self.members)):
+                raise InputError(
+                    f"{name} is {value!r}, but must be a whole number from 1 to {len(self.members)}, the number of "
+                    "members, or none."
+                )
         if not _is_number(self.grace, int, float) or not 0 <= self.grace < math.inf:
             raise InputError(f"grace is {self.grace!r}, but must be a number of seconds at least 0.")
         if not _is_number(self.reply_timeout, int, float) or not 0 < self.reply_timeout < math.inf:
@@ -56,6 +66,11 @@ class Agreement:
     def patience(self) -> Patience:
         """How long the server waits for answers."""
         return Patience(self.reply_timeout, self.enough_replies, self.grace)
+
+    @property
+    def quorum(self) -> int:
+        """How many members must be present for a round."""
+        return len(self.members) if self.minimum_members is None else self.minimum_members
 
     def number(self, name: str) -> int:
         """As which client a member takes part."""
@@ -80,3 +95,31 @@ class Agreement:
 
 def _is_number(value: object, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def first_difference(own: Any, other: Any, path: str = "") -> str | None:
+    """The first value in which two agreements' terms differ, in words; None if they are the same.
+
+    >>> first_difference({"training": {"lr": 0.05}}, {"training": {"lr": 0.1}})
+    'training.lr is 0.05 here and 0.1 at the server'
+    """
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        for name in dict.fromkeys([*own, *other]):
+            inner = f"{path}.{name}" if path else str(name)
+            found = first_difference(own.get(name, _MISSING), other.get(name, _MISSING), inner)
+            if found:
+                return found
+        return None
+    if _plain(own) == _plain(other):
+        return None
+    return f"{_shown(path)} is {_shown(own)} here and {_shown(other)} at the server"
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence; what another side sent may be of any length."""
+    text = "missing" if value is _MISSING else typed(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

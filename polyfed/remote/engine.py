@@ -2,47 +2,61 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from polyfed.engines.base import Engine
-from polyfed.errors import BadMessage, RunError
-from polyfed.evaluation import Evaluation
+from polyfed.engines.base import Engine, Listener
+from polyfed.errors import BadMessage
+from polyfed.evaluation import Score, Shares
 from polyfed.message import Message, State
-from polyfed.methods.base import Reply
+from polyfed.methods.base import Method, Reply
 from polyfed.profile import Profile
 from polyfed.remote.agreement import Agreement
+from polyfed.remote.attendance import Attendance
+from polyfed.remote.checks import checked_loss, checked_shares, rules_of
 from polyfed.remote.transport import Kind, Packet, Patience, Transport
+
+JOINING_SECONDS = 60.0
+"""How long a member may take to join or to finish: it only has to say who it is, or to keep its model."""
+FIRST_DELAY = 5.0
+"""Seconds before the next round after one with too few replies; after each further one twice as long."""
+LONGEST_DELAY = 60.0
 
 
 class RemoteEngine(Engine):
     """Asks sites to train and to evaluate. What comes back is checked before it is believed."""
 
     name = "remote"
+    patient = True
 
-    def __init__(self, agreement: Agreement, transport: Transport) -> None:
+    def __init__(self, agreement: Agreement, transport: Transport, method: Method) -> None:
         self.agreement = agreement
         self.transport = transport
         self.notes = []
+        self.largest_reply = method.agreed_schema.largest
+        """Bytes that a reply's message may have; None if the method's schema has no limit."""
+        transport.largest_reply = self.largest_reply
         self._names = {number: name for name, number in agreement.members.items()}
+        self._attendance = Attendance(agreement, transport, method, self._invite)
+        self._rules = rules_of(method)
 
-    def join(self) -> Mapping[int, Profile]:
-        found, absent = {}, []
-        answers = self._ask("join", {client: Packet() for client in self._names})
-        for client, name in sorted(self._names.items()):
-            answer = answers.get(client)
-            if answer is None or "profile" not in answer.facts:
-                absent.append(name)
-                continue
-            found[client] = _profile(name, answer.facts["profile"])
-        if absent:
-            raise RunError(f"{', '.join(absent)} did not join: start these sites, or remove them from the agreement.")
-        return found
+    @property
+    def profiles(self) -> Mapping[int, Profile]:
+        return self._attendance.profiles
+
+    def gather(self, round: int, needed: int, listener: Listener, failed: int = 0) -> None:
+        # Sites that fail at once must not use up all rounds before anyone can look.
+        delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (failed - 1)) if failed else 0.0
+        self._attendance.gather(round, needed, listener, delay)
 
     def available(self) -> Collection[int]:
-        there = set(self.transport.nodes())
-        return [client for client, name in sorted(self._names.items()) if name in there]
+        return self._attendance.available()
+
+    def remembered(self) -> Mapping[str, Any]:
+        return self._attendance.to_dict()
+
+    def recall(self, values: Mapping[str, Any]) -> None:
+        self._attendance.restore(values)
 
     def train(
         self,
@@ -59,11 +73,15 @@ class RemoteEngine(Engine):
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
-    ) -> dict[int, Evaluation]:
-        received = downloads or {}
-        answers = self._ask("evaluate", {c: Packet({"round": round}, received.get(c)) for c in sorted(clients)})
-        scores = {client: _evaluation(answer.facts.get("evaluation")) for client, answer in answers.items()}
+    ) -> Mapping[int, Score]:
+        received, asked = downloads or {}, sorted(set(clients) - self._attendance.silent)
+        answers = self._ask("evaluate", {client: Packet({"round": round}, received.get(client)) for client in asked})
+        scores = {client: self._shares(answer) for client, answer in answers.items()}
         return {client: score for client, score in sorted(scores.items()) if score is not None}
+
+    def finish(self, round: int, downloads: Mapping[int, Message]) -> None:
+        """Tell these clients that the run is over, with what the server knows at its end."""
+        self._ask("finish", {client: Packet({"round": round}, message) for client, message in downloads.items()})
 
     def restore(self, round: int, states: Mapping[int, State]) -> None:
         """Sites keep their own states, and know from a request's round where the run stands."""
@@ -71,16 +89,21 @@ class RemoteEngine(Engine):
     def close(self) -> None:
         pass
 
+    def _invite(self, clients: Collection[int]) -> Mapping[int, Packet]:
+        return self._ask("join", {client: Packet({"terms": self.agreement.terms}) for client in clients})
+
     def _ask(
         self, kind: Kind, packets: Mapping[int, Packet], done: Callable[[int], None] = lambda client: None
     ) -> dict[int, Packet]:
         addressed = {
-            self._names[client]: Packet({"run": self.agreement.run, **packet.facts}, packet.message)
+            (name := self._names[client]): Packet(
+                {"run": self.agreement.run, "name": name, **packet.facts}, packet.message
+            )
             for client, packet in packets.items()
         }
         numbers, patience = self.agreement.members, self.agreement.patience
-        if kind == "join":  # everyone is needed once, however slow
-            patience = Patience(patience.timeout)
+        if kind in ("join", "finish"):  # whoever is there is waited for
+            patience = Patience(min(patience.timeout, JOINING_SECONDS))
         answers = self.transport.ask(kind, addressed, patience, lambda name: done(numbers[name]))
         return {numbers[name]: answer for name, answer in answers.items() if name in addressed}
 
@@ -100,36 +123,13 @@ class RemoteEngine(Engine):
                 return Reply(client, Message(), failure=str(facts["failure"])[:500])
             if facts.get("round") != round:
                 raise BadMessage(f"it answered for round {str(facts.get('round'))[:20]}, not for round {round}.")
-            loss, flops = facts.get("loss"), facts.get("flops", 0)
-            if not isinstance(flops, int) or flops < 0 or not isinstance(loss, float | int | None):
-                raise BadMessage("its loss or its count of operations is not a number.")
-            return Reply(
-                client,
-                answer.message or Message(),
-                math.nan if loss is None else float(loss),
-                flops,
-                evaluation=_evaluation(facts.get("evaluation")),
-            )
+            loss = checked_loss(facts.get("loss"))
+            return Reply(client, answer.message or Message(), loss, evaluation=self._shares(answer))
         except BadMessage as error:
             return Reply(client, Message(), failure=str(error))
 
-
-def _profile(name: str, values: Any) -> Profile:
-    try:
-        return Profile.from_dict({**values, "name": name})
-    except (TypeError, ValueError) as error:
-        raise RunError(f"'{name}' introduced itself with a profile that can't be read ({error}).") from error
-
-
-def _evaluation(values: Any) -> Evaluation | None:
-    """An evaluation as it came over the wire; None if it makes no sense."""
-    try:
-        found = Evaluation.from_dict(values).without_confusion()
-        parts = ((found.test, found.test_correct), (found.validation, found.validation_correct))
-        sound = all(
-            isinstance(samples, int) and all(isinstance(n, int) and 0 <= n <= samples for n in correct.values())
-            for samples, correct in parts
-        )
-        return found if sound and found.test_correct else None
-    except (TypeError, ValueError, AttributeError):
-        return None
+    def _shares(self, answer: Packet) -> Shares | None:
+        found = checked_shares(answer.facts.get("evaluation"), self._rules)
+        if found is not None:  # where the method's rules are not known, all are scored by those of the first
+            self._rules = found.rules
+        return found

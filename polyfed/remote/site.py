@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from safetensors.torch import load
 
@@ -26,16 +27,40 @@ from polyfed.population import Population
 from polyfed.records import disk
 from polyfed.records.claim import locked
 from polyfed.records.states import Damaged, StoredFile, write_file
-from polyfed.remote.agreement import Agreement
+from polyfed.remote.agreement import Agreement, first_difference
 from polyfed.remote.transport import Kind, Packet
 
 KEPT_ROUNDS = 2
+Share: TypeAlias = Literal["scores", "nothing"]
+Compare: TypeAlias = Callable[[Mapping[str, Any]], str | None]
+"""In what the server's terms differ from a site's own, in words; None if in nothing."""
 
 
 class Site:
-    """A member of a federation. `population` holds this one client, with its own data and network."""
+    """A member of a federation. `population` holds this one client, with its own data and network.
 
-    def __init__(self, name: str, agreement: Agreement, population: Population, folder: Path) -> None:
+    `share` is what it tells of its results: shares of correct predictions and the training loss, or nothing. `terms`
+    are those that this site agreed to (by default the agreement's), or a function that compares them with the server's.
+    `keep` is given the client's final state when the run is finished.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        agreement: Agreement,
+        population: Population,
+        folder: Path,
+        *,
+        share: Share = "scores",
+        terms: Mapping[str, Any] | Compare | None = None,
+        keep: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        if share not in get_args(Share):
+            raise InputError(f"share is {share!r}, but must be 'scores' or 'nothing'.")
+        self.share = share
+        self._keep = keep
+        own = agreement.terms if terms is None else terms
+        self._difference = own if callable(own) else partial(first_difference, own)
         self.name = name
         self.agreement = agreement
         self.client = agreement.number(name)
@@ -57,7 +82,16 @@ class Site:
             try:
                 if packet.facts.get("run") != self.agreement.run:
                     raise InputError(f"site '{self.name}' takes part in run {self.agreement.run}, not in another.")
-                return {"join": self._join, "train": self._train, "evaluate": self._evaluate}[kind](packet)
+                asked = str(packet.facts.get("name"))[:100]
+                if asked != self.name:
+                    raise InputError(f"site '{self.name}' was asked as '{asked}': compare names and keys.")
+                answers = {
+                    "join": self._join,
+                    "train": self._train,
+                    "evaluate": self._evaluate,
+                    "finish": self._finish,
+                }
+                return answers[kind](packet)
             except (DivergedError, InputError) as error:
                 self._at = None
                 return Packet({"failure": str(error)})
@@ -76,32 +110,55 @@ class Site:
             self._go_to(self._diary.newest)
             disk.write(path, state_bytes(self._engine.get_state(self.client)))
 
+    def newest_state(self) -> State | None:
+        """The client's own state after the last round that it trained; None before the first."""
+        with self._lock:
+            if self._diary.newest is None:
+                return None
+            self._go_to(self._diary.newest)
+            return self._engine.get_state(self.client)
+
     def _join(self, packet: Packet) -> Packet:
+        difference = self._difference(packet.facts.get("terms", {}))
+        if difference:
+            raise InputError(f"site '{self.name}' agreed to other terms: {difference}.")
         profile = self.population.profile(self.client).told_for(self.population.method)
-        return Packet({"profile": {**profile.to_dict(), "name": self.name}})
+        return Packet({"profile": {**profile.to_dict(), "name": self.name}, "share": self.share})
 
     def _train(self, packet: Packet) -> Packet:
         round, score = int(packet.facts["round"]), bool(packet.facts.get("score"))
         kept = self._diary.find(round)
         if kept is None:
             kept = self._new_answer(round, packet.message or Message(), score=score)
-        return Packet({"round": round, **kept.facts}, kept.message(self._diary.folder))
+        shared = ("loss", "evaluation") if self.share == "scores" else ()
+        told = {name: kept.facts[name] for name in shared if name in kept.facts}
+        return Packet({"round": round, **told}, kept.message(self._diary.folder))
 
     def _new_answer(self, round: int, download: Message, *, score: bool) -> Entry:
         self._go_to(self._diary.before(round))
         self._at = None  # in case the training fails
         (reply,) = self._engine.train(round, {self.client: download})
-        scores = self._engine.evaluate([self.client], round) if score else {}
+        scores = self._engine.evaluate([self.client], round) if score and self.share == "scores" else {}
         entry = self._diary.add(round, self._engine.get_state(self.client), reply, scores.get(self.client))
         self.notes += reply.notes
         self._at = round
         return entry
 
     def _evaluate(self, packet: Packet) -> Packet:
+        if self.share == "nothing":
+            return Packet()
         self._go_to(self._diary.newest)
         received = {} if packet.message is None else {self.client: packet.message}
         scores = self._engine.evaluate([self.client], int(packet.facts["round"]), received)
         return Packet({"evaluation": scores[self.client].told()})
+
+    def _finish(self, packet: Packet) -> Packet:
+        """Keep the final state; where the method predicts with what the server knows, with what it knew at the end."""
+        self._go_to(self._diary.newest)
+        state, method = self._engine.get_state(self.client), self.population.method
+        knowledge = self.population.knowledge(self.client, int(packet.facts["round"]))
+        self._keep(method.refreshed(state, packet.message or Message(), knowledge))
+        return Packet()
 
     def _go_to(self, entry: Entry | None) -> None:
         """Load the state after that round, or the initial weights."""
@@ -187,7 +244,7 @@ class Diary:
 
     def add(self, round: int, state: State, reply: Reply, evaluation: Evaluation | None) -> Entry:
         """Keep a round and the last ones before it; later ones are dropped, because the run went back."""
-        facts: dict[str, Any] = {"loss": None if math.isnan(reply.loss) else reply.loss, "flops": reply.flops}
+        facts: dict[str, Any] = {"loss": None if math.isnan(reply.loss) else reply.loss}
         if evaluation is not None:
             facts["evaluation"] = evaluation.told()
         sent = bool(reply.message.tensors or reply.message.metadata)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import sleep
 from typing import Any, Literal, TypeAlias
 
-from polyfed.errors import BadMessage
+from polyfed.errors import BadMessage, RunError
 from polyfed.message import Message
 
-Kind: TypeAlias = Literal["join", "train", "evaluate"]
+Kind: TypeAlias = Literal["join", "train", "evaluate", "finish"]
+LARGEST_FACTS = 100_000
+"""Bytes that the facts beside a message may have; they are a few numbers and words."""
+
+MOST_IDLE = 1000
+"""How often one may wait in vain for sites of this process, before it is clear that nothing will happen."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """A message and a few facts beside it, as plain values: the round, a loss, a count of operations."""
+    """A message and a few facts beside it, as plain values: the round, a loss, a profile."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     message: Message | None = None
@@ -35,11 +42,25 @@ class Packet:
         """What `to_bytes` gave; anything else raises `BadMessage`."""
         try:
             values = json.loads(facts)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadMessage(f"the facts beside a message can't be read ({error}).") from error
         if not isinstance(values, dict):
             raise BadMessage("the facts beside a message are not names with values.")
         return Packet(values, Message.from_bytes(message) if message else None)
+
+    @staticmethod
+    def received(facts: bytes, message: bytes, largest: int | None = None) -> Packet:
+        """A site's answer from its bytes; one that is too large or can't be read becomes a failure that says so.
+
+        `largest` is how many bytes its message may have. It is compared before anything is parsed.
+        """
+        try:
+            for what, found, most in (("facts", facts, LARGEST_FACTS), ("message", message, largest)):
+                if most is not None and len(found) > most:
+                    raise BadMessage(f"its {what} of {len(found)} bytes can have at most {most}.")
+            return Packet.from_bytes(facts, message)
+        except BadMessage as error:
+            return Packet({"failure": str(error)})
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,9 @@ class Patience:
 class Transport(ABC):
     """Two questions: who is there, and what do they answer?"""
 
+    largest_reply: int | None = None
+    """Bytes that an answer's message may have, set by the engine; a larger one must not be parsed."""
+
     @abstractmethod
     def nodes(self) -> Collection[str]:
         """The members that can be asked now.
@@ -87,6 +111,18 @@ class Transport(ABC):
         `done` is called as each one answers. Members that do not answer are missing from the result; what
         they answer later is dropped and never mistaken for the answer to another question.
         """
+
+    def present(self) -> Collection[str]:
+        """The members that are connected, those that owe an answer too."""
+        return self.nodes()
+
+    def connection(self, node: str) -> Hashable:
+        """Something that changes when a member connects anew, where the transport notices."""
+        return None
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, because members are missing."""
+        sleep(seconds)
 
 
 @dataclass(frozen=True)
@@ -120,6 +156,31 @@ class InMemoryTransport(Transport):
         self._seconds = seconds
         """How long a member takes for an answer."""
         self._owed: dict[str, Debt] = {}
+        self.connections: Counter[str] = Counter()
+        """How often each member has connected anew; a test adds to it."""
+        self._idle = 0
+        self._planned: list[tuple[float, Callable[[], object]]] = []
+
+    def at(self, time: float, action: Callable[[], object]) -> None:
+        """Plan what happens at a time: a site comes, or goes."""
+        self._planned = sorted([*self._planned, (time, action)], key=lambda one: one[0])
+
+    def present(self) -> Collection[str]:
+        return list(self.sites)
+
+    def connection(self, node: str) -> Hashable:
+        return self.connections[node]
+
+    def wait(self, seconds: float) -> None:
+        self._idle = 0 if self._planned or self._owed else self._idle + 1
+        if self._idle > MOST_IDLE:
+            raise RunError("nobody else will come: no site is planned to, and none owes an answer.")
+        self._pass_to(self.now + seconds)
+
+    def _pass_to(self, time: float) -> None:
+        self.now = time
+        while self._planned and self._planned[0][0] <= time:
+            self._planned.pop(0)[1]()
 
     def nodes(self) -> Collection[str]:
         self._owed = {node: debt for node, debt in self._owed.items() if self.now < min(debt.comes, debt.forgiven)}
@@ -132,16 +193,18 @@ class InMemoryTransport(Transport):
         patience: Patience,
         done: Callable[[str], None] = lambda node: None,
     ) -> dict[str, Packet]:
+        self._idle = 0
         begin, coming = self.now, []
         for node, packet in packets.items():
             if node in self.sites:
-                answer = self._over(kind, node, self.sites[node](kind, self._over(kind, node, packet)))
+                asked = Packet.from_bytes(*self._over(kind, node, packet))
+                answer = Packet.received(*self._over(kind, node, self.sites[node](kind, asked)), self.largest_reply)
                 coming.append((begin + self._seconds(node, kind, packet), node, answer))
         answers: dict[str, Packet] = {}
         valid: list[float] = []
         for comes, node, answer in sorted(coming, key=lambda one: one[0]):
             end = patience.deadline(begin, valid)
-            self.now = min(comes, end)
+            self._pass_to(min(comes, end))
             if comes > end:
                 self._owed[node] = Debt(comes, begin + patience.timeout)
                 continue
@@ -150,8 +213,8 @@ class InMemoryTransport(Transport):
             done(node)
         return answers
 
-    def _over(self, kind: Kind, node: str, packet: Packet) -> Packet:
+    def _over(self, kind: Kind, node: str, packet: Packet) -> tuple[bytes, bytes]:
         content = packet.to_bytes()
         if self.record is not None:
             self.record.append((kind, node, *content))
-        return Packet.from_bytes(*content)
+        return content

@@ -85,9 +85,8 @@ def _clients(result: api.Result, rule: str | None) -> Iterator[dict[str, Any]]:
     population = result.population
     for client in population.clients:
         score = evaluate(population, client, result.network(client).to(population.device))
-        used = rule or next(iter(score.test_correct))
-        accuracy = score.test_correct[used] / score.test if score.test else math.nan
-        yield {"client": client, "architecture": population.architectures[client].name, "accuracy": accuracy}
+        network = population.architectures[client].name
+        yield {"client": client, "architecture": network, "accuracy": score.accuracy(rule)}
 
 
 def _margins(result: api.Result) -> Iterator[dict[str, Any]]:

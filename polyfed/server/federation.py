@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,42 +16,22 @@ from polyfed.config import Experiment, share_of
 from polyfed.devices import Clock, Device
 from polyfed.engines.base import Engine
 from polyfed.errors import InputError, RunError, clients_named
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Score
 from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
-from polyfed.profile import check_common, samples_known
+from polyfed.profile import Profile, check_common, samples_known
 from polyfed.records import Restored, RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.records.states import misfit
 from polyfed.seeds import numpy_generator
+from polyfed.server.records import client_rows, evaluation_rows, message_shapes
 from polyfed.server.replies import MOST_SAMPLES, Door
-from polyfed.server.scores import ACCURACIES, Best, Part, Progress, summarise
+from polyfed.server.scores import ACCURACIES, Best, Progress
+from polyfed.server.watcher import Interrupted, Watcher
+
+__all__ = ["Federation", "Interrupted", "Watcher"]
 
 CHECKPOINT_SHARE = 0.03
-
-
-class Watcher:
-    """Is told about a run's progress; the default shows nothing. The command line uses one to show progress."""
-
-    stop_requested = False
-    """Set it, and the run ends after the round in progress, with a checkpoint."""
-    folder: Path | None = None
-    """The run's folder, as soon as there is one."""
-
-    def on_start(self, config: Experiment, first_round: int) -> None: ...
-
-    def on_client(self, round: int, client: int) -> None: ...
-
-    def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
-        """`row` is what rounds.csv gets, or None for a round without evaluation."""
-
-    def on_note(self, note: str) -> None: ...
-
-
-class Interrupted(RunError):
-    """The run was asked to stop and can be resumed."""
-
-    exit_status = 130
 
 
 class Federation:
@@ -79,15 +58,25 @@ class Federation:
         self.watcher = watcher or Watcher()
         self.watcher.folder = folder.path
         self.progress = Progress()
-        self.profiles = engine.join()
         check_common(method, self.profiles)
         self.server = Server(config.seed, device or engine.device)
         self.method.start(self.server)
         most_samples = config.count_bound or samples_known(self.profiles.values()) or MOST_SAMPLES
         self.door = Door(self.method, config.reply_bound, most_samples)
         self._shown: set[str] = set()
+        self._failed_rounds = 0
         self._checkpoint_seconds = 0.0
         self._last_checkpoint = time.perf_counter()
+
+    @property
+    def profiles(self) -> Mapping[int, Profile]:
+        """What is known about each client that has joined."""
+        return self.engine.profiles
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the watcher wants the run to end."""
+        return self.watcher.stop_requested
 
     def restore(self, saved: Restored) -> None:
         """Continue from a checkpoint."""
@@ -99,6 +88,7 @@ class Federation:
         self.method.forget(self.server, saved.lost)
         self.progress = Progress.from_dict(saved.progress)
         self.engine.restore(saved.round, saved.clients)
+        self.engine.recall(self.progress.engine)
 
     def run(self) -> dict[str, Any]:
         """Run all rounds that are left and return the summary."""
@@ -107,19 +97,23 @@ class Federation:
             self.note(note)
         for number in range(self.server.round + 1, self.config.rounds + 1):
             self.round(number)
-            if self.watcher.stop_requested and number < self.config.rounds:
-                self.checkpoint()
-                raise Interrupted(
-                    f"stopped after round {number} of {self.config.rounds}; "
-                    f"continue with `{resume_command(self.folder.path)}`."
-                )
+            if self.stop_requested and number < self.config.rounds:
+                self._stop()
             if self._checkpoint_is_due(number):
                 self.checkpoint()
         return self._finish()
 
+    def _stop(self) -> NoReturn:
+        self.checkpoint()
+        raise Interrupted(
+            f"stopped after round {self.server.round} of {self.config.rounds}; "
+            f"continue with `{resume_command(self.folder.path)}`."
+        )
+
     def checkpoint(self) -> None:
         """Write a checkpoint of the last finished round."""
         begin = time.perf_counter()
+        self.progress.engine = dict(self.engine.remembered())
         try:
             self.folder.save(self.server.round, self.server.named_state(), self.progress.to_dict(), self.engine.states)
         except (OSError, MemoryError, RuntimeError) as error:
@@ -147,6 +141,9 @@ class Federation:
 
     def round(self, number: int) -> None:
         """One round, from the choice of participants to its records."""
+        self.engine.gather(number, self.config.min_replies, self, self._failed_rounds)
+        if self.engine.patient and self.stop_requested:
+            self._stop()
         self.server.round = number
         participants = self.participants(number)
         if self._scores_after(number) and self.method.kept_fresh:
@@ -158,13 +155,23 @@ class Federation:
             self.folder.add_round(row)
         self.folder.add_event("round", **row, training_seconds=training_seconds)
         self.watcher.on_round(number, row if "accuracy_mean" in row else None)
-        if row["replies"] < self.config.min_replies:
-            self.checkpoint()
-            raise RunError(
-                f"round {number} has {row['replies']} valid replies and needs {self.config.min_replies} (min_replies); "
-                f"the reasons are in {self.folder.path / 'events.jsonl'}, and `{resume_command(self.folder.path)}` "
-                "continues with the next round."
-            )
+        too_few = row["replies"] < self.config.min_replies
+        self._failed_rounds = self._failed_rounds + 1 if too_few else 0
+        if too_few:
+            self._miss_replies(number, row["replies"])
+
+    def _miss_replies(self, number: int, replies: int) -> None:
+        """End after a round with too few replies, or keep a checkpoint and a note where clients may come back."""
+        found = f"round {number} has {replies} valid replies and needs {self.config.min_replies} (min_replies)"
+        if self.engine.patient:
+            self.tell(f"{found}: the server learns nothing from it, and the run continues")
+        self.checkpoint()
+        if self.engine.patient:
+            return
+        raise RunError(
+            f"{found}; the reasons are in {self.folder.path / 'events.jsonl'}, and "
+            f"`{resume_command(self.folder.path)}` continues with the next round."
+        )
 
     def _score_others(self, number: int, participants: list[int]) -> None:
         """Score those who sit out this round with what its participants receive: they hold older server knowledge.
@@ -211,7 +218,7 @@ class Federation:
             "participants": len(participants),
             "replies": len(sound),
             **costs,
-            **_shapes(number, downloads, sound),
+            **message_shapes(number, downloads, sound),
         }
         return row, {reply.client for reply in replies if not reply.failure}, round(trained - begin, 4)
 
@@ -280,7 +287,7 @@ class Federation:
         known = set(trained) - self.progress.stale if self.config.evaluate == "after-training" else set()
         return self._record_evaluation(number, dict(sorted(self.progress.latest.items())), known)
 
-    def _keep_scores(self, number: int, fresh: Mapping[int, Evaluation]) -> None:
+    def _keep_scores(self, number: int, fresh: Mapping[int, Score]) -> None:
         if self.config.confusion == "none":
             fresh = {client: score.without_confusion() for client, score in fresh.items()}
         self.progress.stale -= set(fresh)
@@ -290,27 +297,15 @@ class Federation:
             best.add(number, score.accuracy(), score.validation_accuracy())
 
     def _record_evaluation(
-        self, number: int, latest: Mapping[int, Evaluation], trained: Collection[int]
+        self, number: int, latest: Mapping[int, Score], trained: Collection[int]
     ) -> dict[str, float]:
         if not latest:
             return dict.fromkeys(ACCURACIES, math.nan)
-        rules = list(next(iter(latest.values())).test_correct)
-        parts: tuple[Part, ...] = ("test", "validation")
-        table = {(part, rule): summarise(latest, part, rule) for part in parts for rule in rules}
         participants = {client: score for client, score in latest.items() if client in trained}
         elapsed = self.progress.totals.get("simulated_seconds", math.nan)
-        self.folder.add_evaluations(
-            {
-                "round": number,
-                "part": part,
-                "rule": rule,
-                **values,
-                "accuracy_participants": summarise(participants, part, rule)["accuracy_mean"],
-                "simulated_seconds": elapsed,
-            }
-            for (part, rule), values in table.items()
-        )
-        own = rules[0]
+        table = evaluation_rows(number, latest, participants, elapsed)
+        self.folder.add_evaluations(table.values())
+        own = next(iter(latest.values())).rules[0]
         test, validation = table["test", own], table["validation", own]
         self.progress.federation.add(number, test["accuracy_mean"], validation["accuracy_mean"])
         counts = {client: dict(score.confusion) for client, score in latest.items()}
@@ -318,7 +313,7 @@ class Federation:
             self.folder.add_confusion(confusion.rows(number, counts))
         elif self.config.confusion == "ends" and self.progress.federation.best_validation_round == number:
             self.progress.best_confusion = counts
-        return test
+        return {name: test[name] for name in ACCURACIES}
 
     def _checkpoint_is_due(self, number: int) -> bool:
         if number == self.config.rounds:
@@ -335,24 +330,16 @@ class Federation:
             self._shown.add(note)
             self.watcher.on_note(note)
 
+    def tell(self, note: str) -> None:
+        """Keep a note and show it now, even if the same was shown before."""
+        self._shown.discard(note)
+        self.note(note)
+
+    def on_members(self, present: Mapping[int, str], absent: Mapping[int, str]) -> None:
+        """Pass on who is there."""
+        self.watcher.on_members(present, absent)
+
     def _finish(self) -> dict[str, Any]:
-        rows = []
-        for client, profile in self.profiles.items():
-            best = self.progress.clients.get(client, Best())
-            rows.append(
-                {
-                    "client": client,
-                    "architecture": profile.network,
-                    "parameters": profile.parameters,
-                    "train_samples": profile.train_samples,
-                    "validation_samples": profile.validation_samples,
-                    "test_samples": profile.test_samples,
-                    "classes": None if profile.classes is None else len(profile.classes),
-                    "accuracy_final": best.final,
-                    "accuracy_at_best_validation": best.at_best_validation,
-                    "accuracy_best": best.best,
-                }
-            )
         best = self.progress.federation
         summary = {
             "method": self.method.name,
@@ -371,7 +358,7 @@ class Federation:
             self.server.round,
             self.server.named_state(),
             self.progress.to_dict(),
-            rows,
+            client_rows(self.profiles, self.progress),
             self.engine.states,
             summary,
             None if self.engine.states is None else self._card,
@@ -385,14 +372,6 @@ class Federation:
             self.folder.add_confusion(confusion.rows(best, self.progress.best_confusion))
         counts = {client: dict(score.confusion) for client, score in self.progress.latest.items()}
         self.folder.add_confusion(confusion.rows(last, counts))
-
-
-def _shapes(number: int, downloads: Mapping[int, Message], sound: list[Reply]) -> dict[str, Any]:
-    """What one client's messages look like, in the first two rounds: many methods send nothing down in the first."""
-    if number > 2 or not sound:
-        return {}
-    sent = sound[0]
-    return {"messages": {"client": sent.client, "down": downloads[sent.client].shapes, "up": sent.message.shapes}}
 
 
 def _new_clock(config: Experiment, devices: Mapping[int, Device] | None) -> Clock | None:

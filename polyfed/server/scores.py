@@ -5,33 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from polyfed.confusion import Cells, as_text, from_text
 from polyfed.errors import InputError
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Part, Score
 from polyfed.server.replies import Sizes
 
-Part = Literal["test", "validation"]
 ACCURACIES = ("accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile")
 
 
-def summarise(scores: Mapping[int, Evaluation], part: Part, rule: str) -> dict[str, float]:
+def summarise(scores: Mapping[int, Score], part: Part, rule: str) -> dict[str, float]:
     """Accuracy over all clients that have samples in that part: plain and sample-weighted mean, spread, worst decile.
 
-    The worst decile is the mean of the worst tenth of the clients, at least one. Without samples all are NaN.
+    The worst decile is the mean of the worst tenth of the clients, at least one. Without samples all are NaN, and the
+    weighted mean is if a client does not tell how many it has.
     """
-    samples = np.array([getattr(score, part) for score in scores.values()])
-    correct = np.array([getattr(score, f"{part}_correct")[rule] for score in scores.values()])
-    present = samples > 0
-    if not present.any():
+    shares = {client: score.share(part, rule) for client, score in scores.items()}
+    present = [client for client, share in shares.items() if not math.isnan(share)]
+    if not present:
         return dict.fromkeys(ACCURACIES, math.nan)
-    accuracies = np.sort(correct[present] / samples[present])
+    accuracies = np.sort([shares[client] for client in present])
+    counts = [scores[client].counts(part, rule) for client in present]
+    told = [each for each in counts if each is not None]
+    correct, samples = (sum(each[place] for each in told) for place in (0, 1))
     return {
         "accuracy_mean": float(accuracies.mean()),
-        "accuracy_weighted": float(correct.sum() / samples.sum()),
+        "accuracy_weighted": correct / samples if len(told) == len(counts) else math.nan,
         "accuracy_std": float(accuracies.std()),
         "accuracy_worst_decile": float(accuracies[: max(1, len(accuracies) // 10)].mean()),
     }
@@ -76,7 +78,7 @@ class Progress:
 
     federation: Best = field(default_factory=Best)
     clients: dict[int, Best] = field(default_factory=dict)
-    latest: dict[int, Evaluation] = field(default_factory=dict)
+    latest: dict[int, Score] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     stale: set[int] = field(default_factory=set)
     """Clients that trained since they were last evaluated."""
@@ -84,6 +86,8 @@ class Progress:
     """How large replies were, so that a resumed run refuses the same ones."""
     best_confusion: dict[int, dict[str, Cells]] = field(default_factory=dict)
     """By client and rule, what was predicted as what in the round that is best on validation."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """What the engine itself remembers: where clients are real, who has joined."""
 
     def add_costs(self, costs: Mapping[str, float]) -> None:
         """Add a round's costs to the totals."""
@@ -103,6 +107,7 @@ class Progress:
                 str(client): {rule: as_text(cells) for rule, cells in counts.items()}
                 for client, counts in self.best_confusion.items()
             },
+            "engine": self.engine,
         }
 
     @staticmethod
@@ -112,7 +117,7 @@ class Progress:
             return Progress(
                 Best.from_dict(values["federation"]),
                 {int(client): Best.from_dict(best) for client, best in values["clients"].items()},
-                {int(client): Evaluation.from_dict(score) for client, score in values["latest"].items()},
+                {int(client): Score.from_dict(score) for client, score in values["latest"].items()},
                 dict(values["totals"]),
                 set(values["stale"]),
                 Sizes.from_dict(values["sizes"]) if "sizes" in values else Sizes(),
@@ -120,6 +125,7 @@ class Progress:
                     int(client): {rule: from_text(text) for rule, text in counts.items()}
                     for client, counts in values.get("best_confusion", {}).items()
                 },
+                dict(values.get("engine", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(

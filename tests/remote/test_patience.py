@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polyfed.errors import InputError, RunError
+from polyfed.errors import InputError
 from polyfed.records import RunFolder
 from polyfed.remote import Agreement, InMemoryTransport, Packet, Patience, RemoteEngine, Site
 from polyfed.remote.transport import Kind
@@ -38,7 +38,11 @@ def started(
     sites = new_sites(people, folder / "sites", agreed)
     transport = InMemoryTransport({name: site.answer for name, site in sites.items()}, record=True, seconds=seconds)
     run = RunFolder.create(folder / "run", config)
-    return Federation(config, people.method, RemoteEngine(agreed, transport), run), transport, sites
+    return Federation(config, people.method, RemoteEngine(agreed, transport, people.method), run), transport, sites
+
+
+def failing_to_train(answer: Callable[[Kind, Packet], Packet]) -> Callable[[Kind, Packet], Packet]:
+    return lambda kind, packet: Packet({"failure": "its power went out"}) if kind == "train" else answer(kind, packet)
 
 
 def asked(transport: InMemoryTransport, node: str) -> list[int]:
@@ -78,7 +82,7 @@ def test_failed_answers_are_not_enough(tmp_path: Path) -> None:
     """Two fail at once, so the third and the fourth, who takes 30 s, are waited for."""
     run, transport, _ = started(tmp_path, slow_in(1, late=30.0), enough_replies=2, grace=0.0)
     for name in ("amber", "cedar"):
-        transport.sites[name] = lambda kind, packet: Packet({"failure": "its power went out"})
+        transport.sites[name] = failing_to_train(transport.sites[name])
     run.round(1)
     assert transport.now == 30.0
 
@@ -115,7 +119,7 @@ def test_a_late_reply_changes_no_bit_of_the_others_rounds(tmp_path: Path) -> Non
     """Round 2 is the same whether the fourth site is late or fails: what it sends afterwards is nowhere."""
     late, _, _ = started(tmp_path / "late", slow_in(2, late=1e6), rounds=4, enough_replies=3, grace=1.0)
     late.run()
-    gone, transport, sites = started(tmp_path / "gone", slow_in(9), rounds=4)
+    gone, transport, sites = started(tmp_path / "gone", slow_in(9), rounds=4, minimum_members=3)
     gone.round(1)
     transport.sites.pop("birch")
     for number in (2, 3, 4):
@@ -130,15 +134,6 @@ def test_who_lost_the_question_is_asked_again_after_the_timeout(tmp_path: Path) 
     run, transport, _ = started(tmp_path, slow_in(1, late=1e9), enough_replies=3, grace=1.0, reply_timeout=4.0)
     run.run()
     assert asked(transport, "birch") == [1, 4, 5]
-
-
-def test_a_round_in_which_nobody_can_be_asked_ends_in_a_sentence(tmp_path: Path) -> None:
-    run, transport, _ = started(tmp_path, slow_in(9))
-    run.round(1)
-    transport.sites.clear()
-    with pytest.raises(RunError, match="round 2 has 0 .* replies and needs 1"):
-        run.round(2)
-    assert run.folder.rounds().participants.tolist() == [4, 0]
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp", "fedavg"])
@@ -194,8 +189,10 @@ def test_a_site_says_for_which_round_it_answers(tmp_path: Path) -> None:
 
 
 def test_a_site_that_is_slow_to_join_is_waited_for(tmp_path: Path) -> None:
-    """Enough replies are for rounds: to start, all members are needed."""
+    """Enough replies are for rounds: to join, whoever is there is waited for."""
     run, transport, _ = started(
         tmp_path, lambda name, kind, packet: 40.0 * (kind == "join" and name == "birch"), enough_replies=1, grace=1.0
     )
+    run.round(1)
     assert sorted(run.profiles) == [0, 1, 2, 3] and transport.now == 40.0
+    assert run.folder.rounds().participants.tolist() == [4]

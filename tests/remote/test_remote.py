@@ -1,11 +1,13 @@
 """Sites apart from the server: a simulation's numbers bit by bit, and nothing on the wire that is not agreed on."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -15,12 +17,13 @@ import polyfed
 from polyfed.assemble import assemble
 from polyfed.config import Experiment, experiment
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
-from polyfed.errors import BadMessage, InputError, RunError
+from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.population import Population
 from polyfed.profile import Profile
 from polyfed.records import RunFolder
 from polyfed.remote import Agreement, InMemoryTransport, Packet, RemoteEngine, Site
+from polyfed.remote.checks import rules_of
 from polyfed.remote.transport import Kind
 from polyfed.server.federation import Federation
 from tests import support
@@ -50,21 +53,25 @@ def new_sites(people: Population, folder: Path, terms: Agreement) -> dict[str, S
 
 
 def remote(
-    folder: Path, config: Experiment, people: Population, *, record: bool = False
+    folder: Path, config: Experiment, people: Population, *, record: bool = False, **settings: Any
 ) -> tuple[Federation, InMemoryTransport]:
-    terms = agreement(people)
+    terms = agreement(people, **settings)
     sites = new_sites(people, folder / "sites", terms)
     transport = InMemoryTransport({name: site.answer for name, site in sites.items()}, record=record)
     run = RunFolder.create(folder / "run", config)
-    return Federation(config, people.method, RemoteEngine(terms, transport), run), transport
+    return Federation(config, people.method, RemoteEngine(terms, transport, people.method), run), transport
+
+
+NOT_TOLD = ["accuracy_weighted", "flops"]
+"""What needs counts that sites keep to themselves."""
 
 
 def rows(run: Path) -> dict[str, pd.DataFrame]:
-    rounds = pd.read_csv(run / "rounds.csv", dtype=str).drop(columns="seconds")
+    rounds = pd.read_csv(run / "rounds.csv", dtype=str).drop(columns=["seconds", *NOT_TOLD])
     accuracies = ["client", "accuracy_final", "accuracy_at_best_validation", "accuracy_best"]
     return {
         "rounds": rounds,
-        "evaluations": pd.read_csv(run / "evaluations.csv", dtype=str),
+        "evaluations": pd.read_csv(run / "evaluations.csv", dtype=str).drop(columns="accuracy_weighted"),
         "clients": pd.read_csv(run / "clients.csv", dtype=str)[accuracies],
     }
 
@@ -85,6 +92,7 @@ def test_sites_give_the_numbers_of_a_simulation(tmp_path: Path, method: Any) -> 
     apart, transport = remote(tmp_path, config, people)
     apart.run()
     same_rows(tmp_path / "one", tmp_path / "run")
+    assert apart.folder.rounds()[NOT_TOLD].fillna(0).eq(0).all(axis=None)
     for number, name in enumerate(NAMES):
         site: Any = transport.sites[name]
         site.__self__.export(tmp_path / f"{name}.safetensors")
@@ -110,16 +118,18 @@ def test_only_what_is_agreed_on_goes_over_the_wire(tmp_path: Path, method: str) 
     for place, (kind, name, facts, message) in enumerate(transport.record):
         known, is_answer = json.loads(facts), place % 2 == 1
         if not is_answer:
-            assert known.keys() <= {"run", "round", "score"}
+            assert known.keys() <= {"run", "name", "round", "score", *(["terms"] if kind == "join" else [])}
         elif kind == "join":
-            assert known.keys() == {"profile"}
+            assert known.keys() == {"profile", "share"}
             assert known["profile"].keys() <= profile_keys
         elif kind == "train":
-            assert known.keys() <= {"round", "loss", "flops", "evaluation"}
+            assert known.keys() <= {"round", "loss", "evaluation"}
         else:
             assert known.keys() == {"evaluation"}
-        if "evaluation" in known:  # how many are predicted correctly, not of which class
-            assert known["evaluation"].keys() == {"test", "validation", "test_correct", "validation_correct"}
+        if "evaluation" in known:  # which share is predicted correctly, not how many, nor of which class
+            assert known["evaluation"].keys() == {"test", "validation"}
+            values = [x for part in known["evaluation"].values() for x in part.values()]
+            assert all(0 <= x <= 1 and isinstance(x, float) for x in values)
         if is_answer and message:
             sent = Message.from_bytes(message)
             assert sent.tensors.keys() <= schema.tensors.keys() and sent.metadata.keys() <= schema.metadata.keys()
@@ -186,15 +196,14 @@ def test_fedkd_recovers_when_all_sites_lose_their_states(tmp_path: Path) -> None
     for number, name in enumerate(list(transport.sites)):
         new = Site(name, agreement(people), people.slice([number]), tmp_path / "new" / name)
         transport.sites[name] = new.answer
-    with pytest.raises(RunError, match="0 valid replies"):
-        apart.round(2)
+    apart.round(2)
     apart.round(3)
     assert apart.folder.rounds().replies.tolist() == [4, 0, 4]
 
 
 def test_a_site_that_is_away_is_not_asked_and_keeps_its_score(tmp_path: Path) -> None:
     config, people = setting("fedproto", participation=1.0)
-    apart, transport = remote(tmp_path, config, people)
+    apart, transport = remote(tmp_path, config, people, minimum_members=1)
     apart.round(1)
     before = apart.progress.latest[2]
     away = transport.sites.pop("cedar")
@@ -210,7 +219,8 @@ def test_a_site_that_is_away_is_not_asked_and_keeps_its_score(tmp_path: Path) ->
 
 def test_participants_are_drawn_among_those_who_are_there(tmp_path: Path) -> None:
     config, people = setting("standalone", participation=0.5)
-    apart, transport = remote(tmp_path, config, people)
+    apart, transport = remote(tmp_path, config, people, minimum_members=1)
+    apart.round(1)
     full = apart.participants(1)
     assert len(full) == 2
     transport.sites.pop(NAMES[full[0]])
@@ -218,17 +228,8 @@ def test_participants_are_drawn_among_those_who_are_there(tmp_path: Path) -> Non
     assert full[0] not in [client for round in range(1, 20) for client in apart.participants(round)]
 
 
-def test_a_site_that_never_joins_is_named(tmp_path: Path) -> None:
-    config, people = setting("fedproto")
-    terms = agreement(people)
-    sites = new_sites(people, tmp_path / "sites", terms)
-    transport = InMemoryTransport({name: site.answer for name, site in sites.items() if name != "dune"})
-    with pytest.raises(RunError, match="dune did not join"):
-        Federation(config, people.method, RemoteEngine(terms, transport), RunFolder.create(tmp_path / "run", config))
-
-
 def ask(site: Site, kind: Kind, **facts: Any) -> Packet:
-    return site.answer(kind, Packet({"run": "run-1", **facts}))
+    return site.answer(kind, Packet({"run": "run-1", "name": site.name, **facts}))
 
 
 def test_a_site_asked_again_repeats_its_answer_without_training(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_site_asked_again_repeats_its_answer_without_training(tmp_path: Path) 
     site = new_sites(people, tmp_path, agreement(people))["amber"]
     first = people.method
     server = support.new_server(first)
-    packet = Packet({"run": "run-1", "round": 1, "score": True}, first.download(server, 0, None))
+    packet = Packet({"run": "run-1", "name": "amber", "round": 1, "score": True}, first.download(server, 0, None))
     one = site.answer("train", packet)
     site._engine.train = None  # type: ignore[assignment, method-assign]  # it must not be called
     again = site.answer("train", packet)
@@ -270,7 +271,7 @@ def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> 
     assert ask(site, "train", round=2).facts == said[2]
     refused = ask(site, "train", round=1).facts["failure"]
     assert refused.startswith("site 'amber' keeps what it had after rounds 2 and 3 and can't go back to round 1")
-    assert ask(site, "train", round=4).facts.keys() == {"round", "loss", "flops"}
+    assert ask(site, "train", round=4).facts.keys() == {"round", "loss"}
 
 
 def test_a_round_in_between_is_trained_from_the_state_before_it(tmp_path: Path) -> None:
@@ -288,10 +289,11 @@ def test_a_round_in_between_is_trained_from_the_state_before_it(tmp_path: Path) 
 def test_divergence_is_a_failed_reply_and_the_state_before_it_is_kept(tmp_path: Path) -> None:
     config, people = setting("standalone", lr=1e25, participation=1.0)
     apart, transport = remote(tmp_path, config, people)
-    with pytest.raises(RunError, match="round 1 has 0 valid replies"):
-        apart.run()
+    apart.round(1)
     notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
-    assert len(notes) == 4 and all("no longer finite in round 1" in note or "has grown" in note for note in notes)
+    assert len(notes) == 5
+    assert all("no longer finite in round 1" in note or "has grown" in note for note in notes[:4])
+    assert notes[4].startswith("round 1 has 0 valid replies and needs 1 (min_replies): the server learns nothing")
     site: Any = transport.sites["amber"]
     assert site.__self__._diary.newest is None
 
@@ -332,9 +334,10 @@ def test_a_site_has_only_its_own_data(tmp_path: Path) -> None:
 
 HOSTILE: list[Mapping[str, Any]] = [
     {"round": 1, "loss": "low"},
-    {"round": 1, "loss": 0.5, "flops": -1},
-    {"round": 1, "loss": 0.5, "flops": 1e9},
     {"round": 1, "loss": [1]},
+    {"round": 1, "loss": True},
+    {"round": 1, "loss": math.nan},
+    {"round": 1, "loss": -math.inf},
     {"round": 2, "loss": 0.5},
     {"round": "1", "loss": 0.5},
     {"loss": 0.5},
@@ -345,24 +348,80 @@ HOSTILE: list[Mapping[str, Any]] = [
 def test_facts_that_make_no_sense_are_a_failed_reply(tmp_path: Path, facts: Mapping[str, Any]) -> None:
     _, people = setting("standalone")
     transport = InMemoryTransport({"amber": lambda kind, packet: Packet(facts)})
-    (reply,) = RemoteEngine(agreement(people), transport).train(1, {0: Message()})
+    (reply,) = RemoteEngine(agreement(people), transport, people.method).train(1, {0: Message()})
     assert reply.failure
 
 
 @pytest.mark.parametrize(
     "evaluation",
     [
-        None, 3, {"test": 5}, {"test": 5, "validation": 0, "test_correct": {"a": 6}, "validation_correct": {"a": 0}},
-        {"test": 5, "validation": 0, "test_correct": {"a": -1}, "validation_correct": {"a": 0}},
-        {"test": 5, "validation": 0, "test_correct": {}, "validation_correct": {}},
-        {"test": 5, "validation": 0, "test_correct": {"a": 5}, "validation_correct": {"a": 0}, "confusion": {"a": "x"}},
-        {"test": 5, "validation": 0, "test_correct": {"a": 5}, "validation_correct": {"a": 0}, "labels": [3]},
+        None, 3, [], {"test": 5}, {"test": {"classifier": 0.5}},
+        {"test": {"classifier": 1.5}, "validation": {"classifier": 0.5}},
+        {"test": {"classifier": -0.1}, "validation": {"classifier": 0.5}},
+        {"test": {"classifier": math.nan}, "validation": {"classifier": 0.5}},
+        {"test": {"classifier": "1"}, "validation": {"classifier": 0.5}},
+        {"test": {"classifier": True}, "validation": {"classifier": 0.5}},
+        {"test": {"classifier": 0.5}, "validation": {"other": 0.5}},
+        {"test": {"other": 0.5}, "validation": {"other": 0.5}},
+        {"test": {"classifier": 0.5, "other": 1}, "validation": {"classifier": 0.5, "other": 1}},
+        {"test": {}, "validation": {}},
+        {"test": {"classifier": 0.5}, "validation": {"classifier": 0.5}, "samples": 7},
     ],
 )  # fmt: skip
 def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:
     _, people = setting("standalone")
     transport = InMemoryTransport({"amber": lambda kind, packet: Packet({"evaluation": evaluation})})
-    assert RemoteEngine(agreement(people), transport).evaluate([0], 1) == {}
+    assert RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1) == {}
+
+
+def test_scores_that_make_sense_arrive() -> None:
+    """The same question as above, and a site without validation samples."""
+    _, people = setting("standalone")
+    shares = {"test": {"classifier": 0.25}, "validation": {"classifier": None}}
+    transport = InMemoryTransport({"amber": lambda kind, packet: Packet({"evaluation": shares})})
+    score = RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1)[0]
+    assert score.accuracy() == 0.25 and math.isnan(score.validation_accuracy())
+    assert score.counts("test", "classifier") is None
+
+
+@pytest.mark.parametrize("method", polyfed.METHODS)
+def test_a_server_that_knows_no_network_knows_the_rules_of_prediction(method: str) -> None:
+    _, people = setting(method)
+    known = people.method
+    rules = SequentialEngine(people).evaluate([0], 1)[0].rules
+    assert rules_of(known) == rules
+    if "network" not in known.requires:
+        assert rules_of(type(known)(known.config, replace(known.task, architecture=None), known.training)) == rules
+
+
+@pytest.mark.parametrize("evaluate", ["after-training", "after-download"])
+def test_a_site_may_share_no_scores(tmp_path: Path, evaluate: str) -> None:
+    """Birch tells neither accuracy nor loss, and nobody asks; the mean is over the other three."""
+    config, people = setting("fedproto", participation=1.0, evaluate=evaluate)
+    apart, transport = remote(tmp_path, config, people, record=True)
+    birch = Site("birch", agreement(people), people.slice([1]), tmp_path / "birch", share="nothing")
+    transport.sites["birch"] = birch.answer
+    apart.run()
+    assert transport.record
+    answers = [(kind, json.loads(f)) for kind, name, f, _ in transport.record[1::2] if name == "birch"]
+    assert [kind for kind, _ in answers] == ["join", "train", "train", "train"]
+    assert all(facts.keys() == {"round"} for _, facts in answers[1:])
+    assert sorted(apart.progress.latest) == [0, 2, 3]
+    expected = np.mean([apart.progress.latest[client].accuracy() for client in (0, 2, 3)])
+    assert apart.folder.rounds().accuracy_mean.iloc[-1] == pytest.approx(expected)
+    assert apart.folder.clients().accuracy_final.isna().tolist() == [False, True, False, False]
+    with pytest.raises(InputError, match="share is 'all', but must be 'scores' or 'nothing'"):
+        Site("birch", agreement(people), people.slice([1]), tmp_path / "birch", share="all")  # type: ignore[arg-type]
+
+
+def test_a_run_in_which_nobody_shares_scores_ends(tmp_path: Path) -> None:
+    config, people = setting("fedproto")
+    apart, transport = remote(tmp_path, config, people)
+    for number, name in enumerate(NAMES):
+        site = Site(name, agreement(people), people.slice([number]), tmp_path / name, share="nothing")
+        transport.sites[name] = site.answer
+    assert math.isnan(apart.run()["accuracy_final"])
+    assert apart.folder.rounds().loss_mean.isna().all()
 
 
 def test_packets_pass_through_bytes_unchanged() -> None:

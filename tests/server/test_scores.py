@@ -6,7 +6,7 @@ import math
 import pytest
 
 from polyfed.errors import InputError
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Evaluation, Score, Shares
 from polyfed.server.scores import Best, Progress, summarise
 
 
@@ -39,6 +39,16 @@ def test_clients_without_samples_are_left_out() -> None:
     found = summarise({0: score(0, 0), 1: score(3, 4)}, "test", "own")
     assert (found["accuracy_mean"], found["accuracy_std"]) == (0.75, 0.0)
     assert all(math.isnan(value) for value in summarise({0: score(0, 0)}, "test", "own").values())
+
+
+def test_shares_give_the_same_means_but_no_weighted_one() -> None:
+    """As above with shares alone: 1/3 and 1 have the mean 2/3, bit by bit, and nobody knows of how many samples."""
+    counted = {0: score(1, 3), 1: score(4, 4), 2: score(0, 0)}
+    shares = {client: Score.from_dict(json.loads(json.dumps(each.told()))) for client, each in counted.items()}
+    found, expected = (summarise(each, "test", "own") for each in (shares, counted))
+    assert math.isnan(found.pop("accuracy_weighted")) and expected.pop("accuracy_weighted") == 5 / 7
+    assert found == expected and found["accuracy_mean"] == (1 / 3 + 1) / 2
+    assert math.isnan(summarise({**counted, 3: shares[0]}, "test", "own")["accuracy_weighted"])
 
 
 def test_validation_and_other_rules_are_counted_apart() -> None:
@@ -77,6 +87,8 @@ def test_progress_survives_json() -> None:
     progress.add_costs({"flops": 5, "seconds": 0.5})
     progress.add_costs({"flops": 7, "seconds": 0.5})
     progress.latest[3] = score(1, 2)
+    progress.latest[4] = Shares({"own": 0.5}, {"own": 0.25})
+    progress.engine = {"missed": {"3": [1]}}
     progress.clients[3] = Best()
     progress.clients[3].add(2, 0.5, 0.25)
     progress.federation.add(2, 0.5, 0.25)

@@ -1,0 +1,282 @@
+"""Tables: columns of numbers and of categories become the float samples that a network accepts.
+
+Numbers are filled (missing values get the median) and standardised; a category becomes one column per level, all 0
+where it is missing. The constants for this come from training samples only: of all clients together in a simulation, or
+from a file that the sites of a real federation have agreed on (`Constants`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from polyfed.data.dataset import Dataset
+from polyfed.errors import InputError
+from polyfed.settings import Settings
+
+MOST_LEVELS = 100
+"""A column of texts with more different values than this is a name or a number of a case, not a category."""
+
+
+class Number(Settings):
+    """How a column of numbers is prepared: (value − mean) / std, with `fill` for a missing value."""
+
+    column: str
+    fill: float
+    mean: float
+    std: float = Field(gt=0)
+
+
+class Category(Settings):
+    """How a column of categories is prepared: one column per level, 1 where the sample has it."""
+
+    column: str
+    levels: tuple[str, ...]
+    unseen: tuple[str, ...] = ()
+    """Levels that occurred in no training sample; their columns are 0 throughout."""
+
+
+class Constants(Settings):
+    """Everything that turns rows of a table into samples and labels. All sites of a federation must use the same."""
+
+    format: Literal[1] = 1
+    label: str
+    classes: tuple[str, ...]
+    numbers: tuple[Number, ...] = ()
+    categories: tuple[Category, ...] = ()
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are used, without the label's."""
+        return [each.column for each in self.numbers] + [each.column for each in self.categories]
+
+    @property
+    def size(self) -> int:
+        """How many numbers a row becomes."""
+        return len(self.numbers) + sum(len(each.levels) for each in self.categories)
+
+    def samples(self, frame: pd.DataFrame) -> Tensor:
+        """`float32` [rows, features] of a frame with these columns."""
+        parts = [
+            ((as_numbers(frame[each.column]).fillna(each.fill) - each.mean) / each.std).to_numpy()[:, None]
+            for each in self.numbers
+        ]
+        for category in self.categories:
+            seen = np.array([level not in category.unseen for level in category.levels])
+            levels = np.array(category.levels, dtype=object)
+            parts.append((as_texts(frame[category.column])[:, None] == levels) & seen)
+        return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The rows behind a dataset, from which its samples are made."""
+
+    frame: pd.DataFrame
+    constants: Constants
+    agreed: bool = False
+    """Whether the constants were given; otherwise they are fitted when it is known who trains on what."""
+
+    def fitted(self, rows: Tensor) -> Table:
+        """The same table with constants from these rows, unless they are agreed."""
+        if self.agreed:
+            return self
+        training = self.frame.iloc[rows.numpy()]
+        numbers = _fit_numbers(training, [each.column for each in self.constants.numbers])
+        categories = tuple(
+            each.model_copy(update={"unseen": tuple(sorted({*each.levels} - {*as_texts(training[each.column])}))})
+            for each in self.constants.categories
+        )
+        return replace(self, constants=self.constants.model_copy(update={"numbers": numbers, "categories": categories}))
+
+    def samples(self) -> Tensor:
+        return self.constants.samples(self.frame)
+
+
+def from_frame(
+    frame: pd.DataFrame,
+    label: str | None,
+    test: pd.DataFrame | None = None,
+    name: str = "table",
+    *,
+    drop: Collection[str] = (),
+    constants: Constants | None = None,
+) -> Dataset:
+    """A dataset from the rows of a frame, where `label` is the column with the classes.
+
+    Columns of numbers and booleans are standardised, columns of texts are categories; missing values are allowed in
+    both. `drop` names columns to leave out. Rows of `test` are kept for testing.
+
+    >>> frame = pd.DataFrame({"age": [1.0, 3.0], "sex": ["f", "m"], "ill": ["no", "yes"]})
+    >>> dataset = from_frame(frame, label="ill")
+    >>> dataset.images.tolist(), dataset.class_names
+    ([[-1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], ('no', 'yes'))
+    """
+    frame = frame.rename(columns=str)
+    _check_columns(frame, label, drop, name)
+    assert label is not None
+    rows = frame if test is None else _joined(frame, test, name)
+    labels, classes = as_classes(rows[label], name)
+    if constants is None:
+        used = [column for column in rows.columns if column != label and column not in drop]
+        constants = _plan(rows[used], label, classes, name)
+        table = Table(rows, constants).fitted(torch.arange(len(frame)))
+    else:
+        _check_agreed(constants, rows, label, classes, name)
+        labels = torch.tensor([constants.classes.index(classes[each]) for each in labels.tolist()])
+        table = Table(rows, constants, agreed=True)
+    return Dataset(
+        name,
+        table.samples(),
+        labels,
+        len(table.constants.classes),
+        official_test=0 if test is None else len(test),
+        class_names=table.constants.classes,
+        table=table,
+    )
+
+
+def read_constants(path: Path) -> Constants:
+    """The constants in a file that `save_constants` wrote."""
+    try:
+        return Constants.model_validate_json(path.read_text())
+    except OSError as error:
+        raise InputError(f"can't read the constants '{path}': {error.strerror or error}.") from error
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise InputError(f"'{path}' holds no constants of a table: write them with save_constants.") from error
+
+
+def save_constants(dataset: Dataset, path: Path | str) -> None:
+    """Write the constants with which a table's samples were made, for other sites of the same federation."""
+    if dataset.table is None:
+        raise InputError(f"dataset '{dataset.name}' is no table, so it has no constants to save.")
+    Path(path).write_text(json.dumps(dataset.table.constants.model_dump(mode="json"), indent=2) + "\n")
+
+
+def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels 0 … C − 1 and the classes' names: the values in ascending order."""
+    missing = np.flatnonzero(values.isna().to_numpy())
+    if len(missing):
+        raise InputError(
+            f"the label '{values.name}' of '{name}' is missing in {len(missing)} row(s), the first at {missing[0]}: "
+            f"fill these in, or leave the rows out."
+        )
+    if values.dtype.kind == "f":
+        fractions = np.flatnonzero((values != values.round()).to_numpy())
+        if len(fractions):
+            raise no_regression(name, f"the value {values.iloc[fractions[0]]:g} at row {fractions[0]}")
+        values = values.astype(np.int64)
+    found = sorted(values.unique().tolist()) if values.dtype.kind in "iufb" else sorted({str(v) for v in values})
+    if len(found) > MOST_LEVELS and 2 * len(found) > len(values):
+        raise no_regression(name, f"{len(found)} different values in {len(values)} rows")
+    if len(found) < 2:
+        raise InputError(f"the label '{values.name}' of '{name}' has a single value: a classifier needs 2 or more.")
+    names = tuple(str(each) for each in found)
+    numbers = {each: position for position, each in enumerate(names)}
+    return torch.tensor([numbers[str(value)] for value in values]), names
+
+
+def no_regression(name: str, why: str) -> InputError:
+    """The error for labels that are values to predict, not classes."""
+    return InputError(
+        f"the labels of '{name}' have {why}, but polyfed classifies: give classes (values to predict by regression are "
+        f"not supported)."
+    )
+
+
+def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:
+    return column.astype("float64")
+
+
+def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
+    """The levels as texts; a missing one is empty."""
+    return np.array(["" if pd.isna(value) else str(value) for value in column], dtype=object)
+
+
+def _check_columns(frame: pd.DataFrame, label: str | None, drop: Collection[str], name: str) -> None:
+    shown = ", ".join(frame.columns[:12]) + (", …" if len(frame.columns) > 12 else "")
+    if label is None:
+        raise InputError(f"'{name}' is a table: say which column holds the classes, --label COLUMN of {shown}.")
+    for what, column in [("label", label), *(("drop", each) for each in drop)]:
+        if column not in frame.columns:
+            raise InputError(f"{what} is '{column}', but the columns of '{name}' are {shown}.")
+    if label in drop:
+        raise InputError(f"'{label}' is the label and also a column to drop: leave it out of drop.")
+    repeated = frame.columns[frame.columns.duplicated()]
+    if len(repeated):
+        raise InputError(f"'{name}' has several columns '{repeated[0]}': give each its own name.")
+    if len(frame) == 0:
+        raise InputError(f"'{name}' has no rows: give at least two.")
+
+
+def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:
+    test = test.rename(columns=str)
+    if set(test.columns) != set(frame.columns):
+        odd = sorted(set(test.columns) ^ set(frame.columns))
+        raise InputError(f"only one of training and test rows of '{name}' has the column '{odd[0]}': make them equal.")
+    return pd.concat([frame, test[frame.columns]], ignore_index=True)
+
+
+def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> Constants:
+    """Which columns are numbers and which are categories, still without values that depend on samples."""
+    numbers, categories = [], []
+    for column in frame.columns:
+        values = frame[column]
+        if values.isna().all():
+            raise InputError(f"column '{column}' of '{name}' is empty: leave it out (drop={column}).")
+        if pd.api.types.is_bool_dtype(values) or pd.api.types.is_numeric_dtype(values):
+            if not np.isfinite(as_numbers(values).dropna()).all():
+                raise InputError(f"column '{column}' of '{name}' has infinite values: replace them.")
+            numbers.append(Number(column=column, fill=0, mean=0, std=1))
+            continue
+        if pd.api.types.is_datetime64_any_dtype(values) or pd.api.types.is_timedelta64_dtype(values):
+            raise InputError(f"column '{column}' of '{name}' has dates: make numbers of them, or drop={column}.")
+        levels = sorted({*as_texts(values)} - {""})
+        if len(levels) > MOST_LEVELS:
+            raise InputError(
+                f"column '{column}' of '{name}' has {len(levels)} different texts, too many for a category (at most "
+                f"{MOST_LEVELS}): make numbers of them, or leave the column out (drop={column})."
+            )
+        categories.append(Category(column=column, levels=tuple(levels)))
+    if not numbers and not categories:
+        raise InputError(f"'{name}' has no column besides its label: give at least one.")
+    return Constants(label=label, classes=classes, numbers=tuple(numbers), categories=tuple(categories))
+
+
+def _fit_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[Number, ...]:
+    if not columns:
+        return ()
+    from sklearn.impute import SimpleImputer
+    from sklearn.preprocessing import StandardScaler
+
+    values = np.stack([as_numbers(frame[column]).to_numpy() for column in columns], axis=1)
+    filler = SimpleImputer(strategy="median", keep_empty_features=True)
+    scaler = StandardScaler().fit(filler.fit_transform(values))
+    constants = zip(columns, filler.statistics_, scaler.mean_, scaler.scale_, strict=True)
+    return tuple(Number(column=name, fill=fill, mean=mean, std=std) for name, fill, mean, std in constants)
+
+
+def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> None:
+    if constants.label != label:
+        raise InputError(f"label is '{label}', but the agreed constants are for '{constants.label}'.")
+    missing = [column for column in constants.columns if column not in frame.columns]
+    if missing:
+        raise InputError(f"'{name}' lacks the column '{missing[0]}', which the agreed constants name: add it.")
+    unknown = [each for each in classes if each not in constants.classes]
+    if unknown:
+        raise InputError(
+            f"'{name}' has the class '{unknown[0]}', but the agreed constants only know {', '.join(constants.classes)}."
+        )
+    for each in constants.numbers:
+        if not pd.api.types.is_numeric_dtype(frame[each.column]):
+            raise InputError(f"column '{each.column}' of '{name}' must hold numbers, as the agreed constants say.")

@@ -1,0 +1,60 @@
+"""The rows that a run records: accuracies over clients, one row for each client, the shapes of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyfed.evaluation import PARTS, Part, Score
+from polyfed.message import Message
+from polyfed.methods.base import Reply
+from polyfed.profile import Profile
+from polyfed.server.scores import Best, Progress, summarise
+
+
+def evaluation_rows(
+    number: int, latest: Mapping[int, Score], participants: Mapping[int, Score], elapsed: float
+) -> dict[tuple[Part, str], dict[str, Any]]:
+    """By part and rule, the accuracy over all clients and over a round's participants."""
+    return {
+        (part, rule): {
+            "round": number,
+            "part": part,
+            "rule": rule,
+            **summarise(latest, part, rule),
+            "accuracy_participants": summarise(participants, part, rule)["accuracy_mean"],
+            "simulated_seconds": elapsed,
+        }
+        for part in PARTS
+        for rule in next(iter(latest.values())).rules
+    }
+
+
+def client_rows(profiles: Mapping[int, Profile], progress: Progress) -> list[dict[str, Any]]:
+    """One row for each client, with its accuracies."""
+    rows = []
+    for client, profile in profiles.items():
+        best = progress.clients.get(client, Best())
+        rows.append(
+            {
+                "client": client,
+                "architecture": profile.network,
+                "parameters": profile.parameters,
+                "train_samples": profile.train_samples,
+                "validation_samples": profile.validation_samples,
+                "test_samples": profile.test_samples,
+                "classes": None if profile.classes is None else len(profile.classes),
+                "accuracy_final": best.final,
+                "accuracy_at_best_validation": best.at_best_validation,
+                "accuracy_best": best.best,
+            }
+        )
+    return rows
+
+
+def message_shapes(number: int, downloads: Mapping[int, Message], sound: Sequence[Reply]) -> dict[str, Any]:
+    """What one client's messages look like, in the first two rounds: many methods send nothing down in the first."""
+    if number > 2 or not sound:
+        return {}
+    sent = sound[0]
+    return {"messages": {"client": sent.client, "down": downloads[sent.client].shapes, "up": sent.message.shapes}}

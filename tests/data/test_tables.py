@@ -1,0 +1,157 @@
+"""Tables: numbers, categories and missing values become samples, with constants of training samples only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import polyfed
+from polyfed.data import from_frame, load_dataset, save_constants
+from polyfed.errors import InputError
+
+CSV = """age;town;smokes;kind
+1;Ulm;True;good
+3;Bonn;False;bad
+;Ulm;True;good
+5;?;False;ugly
+"""
+
+
+def written(path: Path, text: str = CSV) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_numbers_are_filled_and_standardised_and_categories_get_a_column_per_level(tmp_path: Path) -> None:
+    """Ages 1, 3, –, 5 become 1, 3, 3, 5: mean 3, std √2. Towns are Bonn, Ulm; a missing one is 0 in both."""
+    dataset = load_dataset(f"table:{written(tmp_path / 'people.csv')}", label="kind")
+    assert (dataset.name, dataset.class_names) == ("people", ("bad", "good", "ugly"))
+    assert dataset.labels.tolist() == [1, 0, 1, 2]
+    root = 2**0.5
+    wanted = [[-root, 1, 0, 1], [0, -1, 1, 0], [0, 1, 0, 1], [root, -1, 0, 0]]
+    assert torch.allclose(dataset.images, torch.tensor(wanted)) and dataset.images.dtype == torch.float32
+
+
+def test_constants_come_from_the_given_rows_only() -> None:
+    """Rows 0 and 1 have the values 2 and 6 (mean 4, std 2, median 4) and only level a; row 3's b is then 0."""
+    frame = pd.DataFrame({"v": [2.0, 6.0, None, 1000.0], "c": ["a", "a", "a", "b"], "y": [0, 1, 0, 1]})
+    fitted = from_frame(frame, "y").fitted(torch.tensor([0, 1]))
+    assert fitted.images.tolist() == [[-1, 1, 0], [1, 1, 0], [0, 1, 0], [498, 0, 0]]
+
+
+class Small(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def test_a_run_fits_to_the_training_samples_of_all_clients(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": generator.normal(5, 3, 80), "b": generator.normal(size=80)})
+    frame["kind"] = np.where(frame["a"] > 5, "high", "low")
+    frame.to_csv(tmp_path / "t.csv")
+    settings = {"clients": 2, "rounds": 1, "models": [Small], "device": "cpu", "progress": False}
+    result = polyfed.run("fedproto", data=f"table:{tmp_path / 't.csv'}", label="kind", out=tmp_path / "run", **settings)
+    people = result.population
+    rows = torch.cat([own.train for own in people.data.values()])
+    assert torch.allclose(people.dataset.images[rows].mean(0), torch.zeros(2), atol=1e-5)
+    assert torch.allclose(people.dataset.images[rows].std(0, correction=0), torch.ones(2), atol=1e-5)
+    assert not torch.allclose(people.dataset.images.mean(0), torch.zeros(2), atol=1e-5)
+    again = polyfed.resume(tmp_path / "run", models=[Small], rounds=2, progress=False)
+    assert again.summary["rounds"] == 2 and again.folder.config.label == "kind"
+
+
+def test_agreed_constants_are_used_as_they_are(tmp_path: Path) -> None:
+    whole, one = written(tmp_path / "all.csv"), tmp_path / "one.csv"
+    dataset = load_dataset(f"table:{whole}?label=kind")
+    save_constants(dataset, tmp_path / "agreed.json")
+    one.write_text("smokes,kind,town,age\nFalse,ugly,Rome,3\nTrue,bad,Ulm,5\n")
+    site = load_dataset(f"table:{one}?constants={tmp_path / 'agreed.json'}")
+    assert site.class_names == dataset.class_names and site.labels.tolist() == [2, 0]
+    assert torch.allclose(site.images, torch.tensor([[0, -1, 0, 0], [2**0.5, 1, 0, 1]]))
+    assert torch.equal(site.fitted(torch.tensor([0])).images, site.images)
+    one.write_text("smokes,kind,town,age\nFalse,new,Rome,3\nTrue,bad,Ulm,5\n")
+    with pytest.raises(InputError, match="class 'new', but the agreed constants only know bad, good, ugly"):
+        load_dataset(f"table:{one}?constants={tmp_path / 'agreed.json'}")
+    (tmp_path / "agreed.json").write_text("{}")
+    with pytest.raises(InputError, match="holds no constants"):
+        load_dataset(f"table:{one}?constants={tmp_path / 'agreed.json'}")
+
+
+def test_test_rows_are_kept_apart_and_never_fitted_to(tmp_path: Path) -> None:
+    train, test = written(tmp_path / "a.csv", "v,y\n2,0\n6,1\n"), written(tmp_path / "b.csv", "y,v\n1,100\n")
+    dataset = load_dataset(f"table:{train}?label=y&test={test}")
+    assert dataset.official_test == 1 and dataset.images.flatten().tolist() == [-1, 1, 48]
+    assert dataset.class_names == ("0", "1")
+
+
+def test_row_numbers_that_pandas_wrote_are_no_feature(tmp_path: Path) -> None:
+    pd.DataFrame({"v": [1.0, 2.0], "y": ["a", "b"]}).to_csv(tmp_path / "t.csv")
+    assert load_dataset(f"table:{tmp_path / 't.csv'}?label=y").input_shape == (1,)
+
+
+def test_whole_floats_are_classes_in_ascending_order() -> None:
+    dataset = from_frame(pd.DataFrame({"v": [1.0, 2.0, 3.0], "y": [10.0, 9.0, 10.0]}), "y")
+    assert dataset.class_names == ("9", "10") and dataset.labels.tolist() == [1, 0, 1]
+
+
+def test_a_users_frame_is_not_changed() -> None:
+    frame = pd.DataFrame({0: [1.0, 2.0], "y": ["a", "b"]})
+    from_frame(frame, "y")
+    assert list(frame.columns) == [0, "y"]
+
+
+ROWS = 202
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "words"),
+    [
+        ({"v": [1.0], "y": ["a"]}, None, "--label COLUMN of v, y"),
+        ({"v": [1.0], "y": ["a"]}, "z", "label is 'z', but the columns of 'table' are v, y"),
+        ({"v": [1.0, 2.0], "y": ["a", None]}, "y", "missing in 1 row.*first at 1"),
+        ({"v": [1.0, 2.0], "y": [0.5, 1.0]}, "y", "0.5 at row 0, but polyfed classifies"),
+        ({"v": [1.0] * ROWS, "y": range(ROWS)}, "y", f"{ROWS} different values in {ROWS} rows, but polyfed classifies"),
+        ({"v": [1.0, 2.0], "y": ["a", "a"]}, "y", "a single value"),
+        ({"v": ["x"] * ROWS, "y": [0, 1] * (ROWS // 2), "id": [f"p{n}" for n in range(ROWS)]}, "y", "drop=id"),
+        ({"v": [np.inf, 2.0], "y": ["a", "b"]}, "y", "column 'v' .* infinite"),
+        ({"v": [None, None], "y": ["a", "b"]}, "y", "column 'v' .* is empty"),
+        ({"v": pd.to_datetime(["2020-01-01", "2020-01-02"]), "y": ["a", "b"]}, "y", "column 'v' .* dates"),
+        ({"y": ["a", "b"]}, "y", "no column besides its label"),
+        ({"v": [], "y": []}, "y", "no rows"),
+    ],
+)
+def test_tables_that_cannot_be_used(columns: dict[str, object], label: str | None, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        from_frame(pd.DataFrame(columns), label)
+
+
+def test_columns_can_be_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv")
+    assert load_dataset(f"table:{path}?label=kind&drop=town,smokes").input_shape == (1,)
+    with pytest.raises(InputError, match="drop is 'x'"):
+        load_dataset(f"table:{path}?label=kind&drop=x")
+    with pytest.raises(InputError, match="label is 'age', but the data .* say 'kind'"):
+        load_dataset(f"table:{path}?label=kind", label="age")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="no file"):
+        load_dataset(f"table:{tmp_path / 'no.csv'}", label="y")
+    with pytest.raises(InputError, match="cannot be read as a table"):
+        load_dataset(f"table:{written(tmp_path / 'e.csv', '')}", label="y")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "fastparquet", None)
+    with pytest.raises(InputError, match="install pyarrow"):
+        load_dataset(f"table:{written(tmp_path / 't.parquet', '')}", label="y")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    pd.DataFrame({"v": [2.0, 6.0], "y": ["a", "b"]}).to_parquet(tmp_path / "t.parquet")
+    assert load_dataset(f"table:{tmp_path / 't.parquet'}", label="y").images.flatten().tolist() == [-1, 1]

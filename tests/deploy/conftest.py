@@ -1,0 +1,18 @@
+"""Every test has its own sites' modules."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path) -> Iterator[None]:
+    """Forget modules that a test wrote into its folder: in another test, others have the same names."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
