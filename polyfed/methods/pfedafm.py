@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.message import Message, State
 from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Phase, SplitNetwork
-from polyfed.methods.parts.averaged import Averaged
+from polyfed.methods.parts.shared_network import SharedNetwork
 from polyfed.methods.parts.tools import cross_entropy, module_state
 
 
@@ -36,7 +36,7 @@ class Mixture(nn.Module):
         return self.private_weights * private + (1 - self.private_weights) * shared
 
 
-class PFedAFM(Averaged):
+class PFedAFM(SharedNetwork):
     """The private head sees a weighted mixture of private and shared features, with weights of each client's own.
 
     The private model and the weights train first, with the shared extractor as it was received; then the shared
@@ -52,10 +52,10 @@ class PFedAFM(Averaged):
         "head is sent, which would show the labels most directly. The number of training samples is sent too."
     )
     requires = ("features",)
-    module = "shared"
+    weighted = True
     grid = {"weight_lr": (1e-3, 1e-2, 1e-1)}
 
-    class Config(Averaged.Config):
+    class Config(SharedNetwork.Config):
         weight_lr: float = Field(0.01, gt=0, description="learning rate of the weights that mix the features")
 
     config: Config
@@ -65,17 +65,18 @@ class PFedAFM(Averaged):
         """How far the mixing weights move when what is trained moves by one."""
         return float((self.config.weight_lr / self.training.lr) ** 0.5)
 
-    def shared_extractor(self) -> nn.Module:
-        """The extractor that travels, with its initial weights and as many features as the private ones."""
-        return self.task.new_auxiliary(self.task.feature_size).extractor
+    def shared_network(self) -> SplitNetwork:
+        # With as many features as the private ones, because they are mixed one by one. Its head is not used.
+        return self.task.new_auxiliary(self.task.feature_size)
 
     def first_state(self) -> State:
-        return module_state("shared", self.shared_extractor())
+        return module_state("shared", self.shared_network().extractor)
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
         # Two copies: one is trained and sent, the other stays as received, because head and weights were fitted to it.
         mixing = Mixture(model.feature_size, self.scale)
-        return {"shared": self.shared_extractor(), "received": self.shared_extractor(), "mixing": mixing}
+        shared, received = self.shared_network().extractor, self.shared_network().extractor
+        return {"shared": shared, "received": received, "mixing": mixing}
 
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         received = {f"received.{name.removeprefix('shared.')}": tensor for name, tensor in message.tensors.items()}
