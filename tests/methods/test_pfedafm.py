@@ -137,14 +137,9 @@ def test_shared_extractor_is_the_mean_by_samples() -> None:
     """All weights 1 with 1 sample and 5 with 3: (1·1 + 3·5) / 4 = 4; the last client's weights would be 5."""
     method = support.new_method("pfedafm")
     server = support.new_server(method)
-    tensors = method.download(server, 0, None).tensors
-    replies = [
-        support.reply(client, {name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, samples=[n])
-        for client, (value, n) in enumerate(((1.0, 1), (5.0, 3)))
-    ]
-    for reply in replies:
-        method.check(reply.message)
-    method.aggregate(server, replies)
+    ones = {name: torch.ones_like(tensor) for name, tensor in method.download(server, 0, None).tensors.items()}
+    fives = {name: 5 * tensor for name, tensor in ones.items()}
+    method.aggregate(server, [support.reply(0, ones, samples=[1]), support.reply(1, fives, samples=[3])])
     assert all(bool((tensor == 4).all()) for tensor in server.state.values())
 
 
