@@ -37,6 +37,7 @@ from polyfed.models import (
     smallest,
 )
 from polyfed.models.factories import FromInstance
+from polyfed.models.libraries import FromLibrary
 from polyfed.population import Population
 from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
@@ -75,7 +76,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     return replace(
         population,
         test_set=chosen_test_set(dataset, config.split, config.test_set),
-        notes=describe_test_set(dataset, config.split, config.test_set, clients),
+        notes=[*describe_test_set(dataset, config.split, config.test_set, clients), *population.notes],
         devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
 
@@ -119,6 +120,7 @@ def gathered(
         {name: _look(makers[name], example) for name, example in examples.items()},
         {name: example.head_name for name, example in examples.items()},
         own_start=config.start == "client",
+        notes=[remark for example in examples.values() for remark in example.remarks],
     )
     return rehearse(population, examples)
 
@@ -167,9 +169,13 @@ def data_facts(dataset: Dataset, clients: Iterable[ClientData]) -> dict[str, str
 
 
 def _look(architecture: Architecture, example: SplitNetwork) -> str:
-    """A hash of a network's layers, and of its weights if they were given rather than drawn."""
+    """A hash of a network's layers, and of its weights if they were given rather than drawn.
+
+    Other libraries' encoders have both, and so their architecture's name stands for them.
+    """
     layers = "\n".join(f"{name} {type(layer).__name__}" for name, layer in example.named_modules())
-    values = isinstance(architecture.maker, FromInstance)
+    maker = architecture.maker
+    values = isinstance(maker, FromInstance) or (isinstance(maker, FromLibrary) and maker.weights is not None)
     return _hash(example.state_dict(), values=values, layers=layers)
 
 

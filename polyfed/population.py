@@ -15,7 +15,7 @@ from polyfed.devices import Device
 from polyfed.methods.base import Knowledge, MessageStep, Method, Task, Training
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Architecture
-from polyfed.models.networks import FromCatalogue
+from polyfed.models.catalogue import FromCatalogue
 from polyfed.profile import Profile
 from polyfed.seeds import derive, seeded, torch_generator
 

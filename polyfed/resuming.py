@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyfed.addresses import PYTHON
+from polyfed.addresses import PYTHON, needs_trust
 from polyfed.config import Experiment, experiment, merged
 from polyfed.data import parse_address
 from polyfed.devices import MIXES
@@ -47,7 +47,13 @@ def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Colle
     """
     models = [] if config.models.startswith(PYTHON) else config.models.split(",")
     named = {"models": models, "auxiliary": [config.auxiliary or ""], "engine": [config.engine]}
-    code = [name.strip() for what, names in named.items() if what not in given for name in names if ":" in name]
+    code = [
+        name.strip()
+        for what, names in named.items()
+        if what not in given
+        for name in names
+        if needs_trust(name.strip())
+    ]
     if code and not trust:
         raise InputError(
             f"'{source}' names code that would be run, '{code[0]}': if you trust it, say so with --trust (in Python "

@@ -30,6 +30,8 @@ def from_arrays(
     *,
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    vocabulary: int | None = None,
+    padding: int | None = None,
 ) -> Dataset:
     """A dataset from numpy arrays or torch tensors.
 
@@ -38,27 +40,33 @@ def from_arrays(
     occurs; give `classes` or `class_names` if some do not occur in these samples. Samples of `x_test` are kept for
     testing, unless the experiment's `test_set` says otherwise.
 
+    Integers are token ids if `vocabulary` says how many different ones there are; `padding` is the id that fills short
+    samples, if there is one, and then lists of different lengths are accepted too.
+
     >>> dataset = from_arrays(np.zeros((4, 28, 28), np.uint8), np.array([0, 1, 2, 0]))
     >>> dataset.input_shape, dataset.classes
     ((1, 28, 28), 3)
     """
-    images, labels, official_test = join_arrays(x, y, x_test, y_test, name)
-    return measured_dataset(images, labels, official_test, name, classes, class_names)
+    tokens = vocabulary is not None
+    if tokens and padding is not None:
+        x, x_test = _filled(x, x_test, padding)
+    images, labels, official_test = join_arrays(x, y, x_test, y_test, name, tokens=tokens)
+    return measured_dataset(images, labels, official_test, name, classes, class_names, vocabulary, padding)
 
 
 def join_arrays(
-    x: Array, y: Array, x_test: Array | None, y_test: Array | None, name: str
+    x: Array, y: Array, x_test: Array | None, y_test: Array | None, name: str, *, tokens: bool = False
 ) -> tuple[Tensor, Tensor, int]:
-    """Images and labels in the form that a `Dataset` needs, test samples last, and the number of test samples."""
+    """Samples and labels in the form that a `Dataset` needs, test samples last, and the number of test samples."""
     if (x_test is None) != (y_test is None):
         raise InputError(f"dataset '{name}' has only one of x_test and y_test: give both or neither.")
-    images, labels = _images(x, name), _labels(y, name)
+    images, labels = _images(x, name, tokens=tokens), _labels(y, name)
     _check_pairs(images, labels, name)
     if x_test is None or y_test is None:
         return images, labels, 0
     if len(x_test) == 0 and len(y_test) == 0:
         raise InputError(f"dataset '{name}' has an empty test set: leave x_test and y_test out, or fill them.")
-    test_images, test_labels = _images(x_test, name), _labels(y_test, name)
+    test_images, test_labels = _images(x_test, name, tokens=tokens), _labels(y_test, name)
     _check_pairs(test_images, test_labels, name)
     if test_images.dtype != images.dtype or test_images.shape[1:] != images.shape[1:]:
         raise InputError(
@@ -75,6 +83,8 @@ def measured_dataset(
     name: str,
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    vocabulary: int | None = None,
+    padding: int | None = None,
 ) -> Dataset:
     """A dataset that is normalised with the statistics of its own training images."""
     if isinstance(class_names, str):
@@ -89,7 +99,18 @@ def measured_dataset(
                 f"dataset '{name}' has labels up to {int(labels.max())}, but {classes} class_names: give a name for "
                 f"each class, so {int(labels.max()) + 1} of them, or more."
             )
-    return Dataset(name, images, labels, classes, mean, std, official_test, class_names=names)
+    return Dataset(
+        name,
+        images,
+        labels,
+        classes,
+        mean,
+        std,
+        official_test,
+        class_names=names,
+        vocabulary=vocabulary,
+        padding=padding,
+    )
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -136,7 +157,7 @@ def layout_hint(dataset: Dataset) -> Iterator[None]:
             raise
         if len(shape) == 3 and shape[2] in (1, 3, 4) and min(shape[:2]) > shape[2]:
             remedy = "look like images with their channels last: give them first, x.transpose(0, 3, 1, 2)"
-        elif len(shape) == 2 and min(shape) >= 8:
+        elif len(shape) == 2 and min(shape) >= 8 and "signal" not in str(error).partition(" needs ")[0]:
             remedy = "look like images without a channel: give them one, x[:, None]"
         else:
             raise
@@ -144,19 +165,35 @@ def layout_hint(dataset: Dataset) -> Iterator[None]:
         raise InputError(f"{reason}; float samples of '{dataset.name}' {remedy}.") from error
 
 
-def _images(x: Array, name: str) -> Tensor:
-    """Samples as a contiguous tensor: `uint8` [n, channels, height, width] or `float32` [n, …]."""
+def _filled(x: Any, x_test: Any, padding: int) -> tuple[Any, Any]:
+    """Lists of token ids of different lengths as arrays of one length, filled up with the padding."""
+    if not isinstance(x, list | tuple):
+        return x, x_test
+    longest = max((len(ids) for part in (x, x_test) if part is not None for ids in part), default=0)
+    filled = [
+        None if part is None else np.array([[*ids, *[padding] * (longest - len(ids))] for ids in part])
+        for part in (x, x_test)
+    ]
+    return filled[0], filled[1]
+
+
+def _images(x: Array, name: str, *, tokens: bool = False) -> Tensor:
+    """Samples as a contiguous tensor: `uint8` [n, channels, height, width], `float32` [n, …] or `int64` token ids."""
     tensor = _tensor(x, "images", name)
     if tensor.ndim == 0 or len(tensor) == 0:
         raise InputError(f"dataset '{name}' has no samples: give at least one.")
-    if tensor.is_floating_point():
+    if tokens and not tensor.is_floating_point():
+        return tensor.to(torch.int64).contiguous()
+    if tensor.is_floating_point() and not tokens:
         tensor = tensor.to(torch.float32).contiguous()
         _check_floats(tensor, name)
         return tensor
+    if tokens:
+        raise InputError(f"dataset '{name}' has a vocabulary, but {tensor.dtype} samples: token ids must be integers.")
     if tensor.dtype != torch.uint8 or tensor.ndim not in (3, 4):
         raise InputError(
             f"dataset '{name}' has {tensor.dtype} data of shape {tuple(tensor.shape)}: give uint8 images "
-            f"(N,H,W or N,H,W,C or N,C,H,W) or float arrays."
+            f"(N,H,W or N,H,W,C or N,C,H,W), float arrays, or token ids with vocabulary=… (how many there are)."
         )
     return channels_first(tensor).contiguous()
 

@@ -28,7 +28,7 @@ from polyfed.errors import InputError
 from polyfed.message import State
 from polyfed.methods.base import Method
 from polyfed.models import Architecture, SplitNetwork, resolve
-from polyfed.models.networks import FromCatalogue
+from polyfed.models.catalogue import FromCatalogue
 from polyfed.population import Population
 from polyfed.profile import network_profile
 from polyfed.remote import Site
@@ -214,12 +214,14 @@ def simulated(members: Sequence[Member], device: str = "cpu") -> Population:
     starts = [0]
     for member in members:
         starts.append(starts[-1] + len(member.dataset))
-    together = replace(
-        members[0].dataset,
-        name=terms.name,
-        images=torch.cat([member.dataset.images for member in members]),
-        labels=torch.cat([member.dataset.labels for member in members]),
-        official_test=0,
+    together = Dataset(
+        terms.name,
+        torch.cat([member.dataset.images for member in members]),
+        torch.cat([member.dataset.labels for member in members]),
+        terms.common.count,
+        terms.common.mean,
+        terms.common.std,
+        class_names=terms.common.names,
     )
     data = {
         m.number: ClientData(*(part + start for part in m.data.parts))

@@ -6,17 +6,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed.addresses import load_object, names_code
-from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, no_dataset, parse_address
-from polyfed.data.arrays import measured_dataset
-from polyfed.data.files import read_npz
+from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, parse_address
+from polyfed.data.files import read_arrays
 from polyfed.data.own import Address
 from polyfed.data.table_files import read_table
+from polyfed.data.torch_datasets import no_dataset
 from polyfed.deploy.groups import CommonTask
 from polyfed.errors import InputError, PolyfedError, first_line, user_place
 
@@ -52,9 +53,7 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
     files = {name: _inside(folder, path) for name, path in address.options.items() if name == "test"}
     here = replace(address, path=_inside(folder, address.path), options={**address.options, **files})
     if address.kind == "npz":
-        images, labels, official_test, names = read_npz(here.file, here.name)
-        classes = common.count if names is None else None
-        return measured_dataset(images, labels, official_test, here.name, classes, names)
+        return _archive(here.file, common.count)
     if address.kind == "table":
         if common.constants is None or "constants" in address.options:
             raise InputError(
@@ -67,6 +66,26 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
         agreed = {"size": f"{height}x{width}", "mode": MODES[channels]}
         here = replace(here, options={**agreed, **here.options})
     return load_dataset(here.text, label=label)
+
+
+def _archive(path: Path, classes: int) -> Dataset:
+    """Arrays in an npz file, in which some of the agreed classes may be missing."""
+    arrays: dict[str, Any] = dict(read_arrays(path, "save it with numpy.savez(path, x=…, y=…)"))
+    x, y = (arrays.pop(f"{name}_train", arrays.pop(name, None)) for name in "xy")
+    if x is None or y is None:
+        raise InputError(f"{path} lacks {'x' if x is None else 'y'}: save x, y and perhaps x_test, y_test in it.")
+    x_test, y_test = (arrays.pop(f"{name}_test", None) for name in "xy")
+    names = arrays.pop("class_names", None)
+    if arrays:
+        raise InputError(f"{path} also holds an array '{min(arrays)}', which a site does not use: leave it out.")
+    return from_arrays(x, y, x_test, y_test, path.stem, **_classes(y, classes, names))
+
+
+def _classes(y: Any, classes: int, names: Any = None) -> dict[str, Any]:
+    """What to tell about classes: their names, or their number, unless labels are names themselves."""
+    if names is not None:
+        return {"class_names": [str(name) for name in np.asarray(names).reshape(-1)]}
+    return {} if np.asarray(y).dtype.kind in "USO" else {"classes": classes}
 
 
 def _inside(folder: Path, path: str) -> str:
@@ -102,7 +121,7 @@ def _called(address: str, classes: int, folder: Path) -> Dataset:
         return found
     if isinstance(found, tuple | list) and len(found) in (2, 4) and all(_is_array(part) for part in found):
         x, y, x_test, y_test = (*found, None, None)[:4]
-        return from_arrays(x, y, x_test, y_test, name, classes=classes)
+        return from_arrays(x, y, x_test, y_test, name, **_classes(y, classes))
     if isinstance(found, tuple) and len(found) == 2 and all(hasattr(part, "__getitem__") for part in found):
         return from_torch_dataset(*found, name=name, classes=_unless_named(found[0], classes))
     if hasattr(found, "__getitem__") and hasattr(found, "__len__") and not _is_array(found):
@@ -125,6 +144,12 @@ def _check_form(found: Dataset, common: CommonTask) -> None:
         raise InputError(
             f"the samples of '{found.name}' have shape {list(found.input_shape)}, but the federation agreed on "
             f"{list(common.input_shape)} (task.input_shape): resize them, or agree on another shape."
+        )
+    if (found.vocabulary, found.padding) != (common.vocabulary, common.padding):
+        raise InputError(
+            f"the samples of '{found.name}' have the vocabulary {found.vocabulary} and the padding {found.padding}, "
+            f"but the federation agreed on {common.vocabulary} and {common.padding} (task.vocabulary, task.padding): "
+            "prepare them in the same way, or agree on other ones."
         )
     pixels = found.images.dtype == torch.uint8
     if pixels and not common.mean:

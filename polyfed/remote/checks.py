@@ -16,6 +16,7 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import SplitNetwork
 from polyfed.profile import Profile, network_profile
 from polyfed.seeds import watched
+from polyfed.shapes import kind_of
 
 LONGEST_TEXT = 1000
 LONGEST_RULE = 100
@@ -49,9 +50,19 @@ def rules_of(method: Method) -> tuple[str, ...]:
         with watched(), torch.no_grad():
             model = common_model(method)
             network = ClientNetwork(model, method.client_modules(model)).eval()
-            return tuple(method.predict(network, torch.zeros(1, *method.task.input_shape)))
+            shape = method.task.input_shape
+            return tuple(method.predict(network, torch.zeros(1, *shape, dtype=kind_of(shape))))
     except Exception:  # a user's method may need more of a network than its features and its head
         return ()
+
+
+def readable(value: Any, most: int = LONGEST_TEXT) -> str:
+    """A site's own words, as they may be shown: not long, and without anything that a terminal obeys.
+
+    >>> readable("no \x1b[31mpower", 8)
+    'no  [31m'
+    """
+    return "".join(each if each.isprintable() else " " for each in str(value)[:most])
 
 
 def checked_loss(value: Any) -> float:
@@ -105,7 +116,7 @@ def unfit(method: Method, profile: Profile) -> str:
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or len(value) > LONGEST_TEXT:
         raise BadMessage(f"the '{key}' of its profile is not a short text.")
-    return value
+    return readable(value)
 
 
 def _number(key: str, value: Any) -> int:

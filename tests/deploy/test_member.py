@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from polyfed.deploy.member import Member, read_member, simulated
 from polyfed.engines import SequentialEngine
 from polyfed.errors import InputError
+from polyfed.message import Message
 from polyfed.records import RunFolder
 from polyfed.remote import InMemoryTransport, RemoteEngine
 from polyfed.server.federation import Federation
@@ -110,6 +111,26 @@ def test_integer_labels_stay_even_if_some_classes_do_not_occur(tmp_path: Path) -
     assert one(tmp_path, data="npz:some.npz").dataset.labels.tolist() == [3, 1, 3]
 
 
+def test_an_archive_that_is_not_understood_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "amber").mkdir()
+    x, y = np.zeros((2, 6, 6), np.uint8), np.array([0, 1])
+    np.savez(tmp_path / "amber" / "more.npz", x=x, y=y, client=y)
+    with pytest.raises(InputError, match="more.npz also holds an array 'client', which a site does not use"):
+        _ = one(tmp_path, data="npz:more.npz").dataset
+    np.savez(tmp_path / "amber" / "less.npz", x=x)
+    with pytest.raises(InputError, match="less.npz lacks y"):
+        _ = one(tmp_path, data="npz:less.npz").dataset
+
+
+def test_a_test_set_of_its_own_is_only_tested_on(tmp_path: Path) -> None:
+    (tmp_path / "amber").mkdir()
+    x, y = np.zeros((8, 6, 6), np.uint8), np.array([3, 1] * 4)
+    np.savez(tmp_path / "amber" / "two.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
+    member = one(tmp_path, data="npz:two.npz", split="1:1")
+    assert sorted(member.data.test.tolist()) == [8, 9, 10, 11] and len(member.data.train) == 8
+    assert member.population().test_set == "apart"
+
+
 def test_pixels_are_normalised_with_the_agreed_mean_and_std(tmp_path: Path) -> None:
     """Sample 2 is all 2: (2 / 255 - 0.5) / 0.25."""
     npz(tmp_path / "amber" / "some.npz", [3, 1, 3])
@@ -142,6 +163,16 @@ def test_float_data_are_agreed_on_by_leaving_mean_and_std_out(tmp_path: Path) ->
     npz(tmp_path / "amber" / "floats.npz", [0, 3], dtype=np.float32)
     found = one(tmp_path, terms=float_terms, data="npz:floats.npz").dataset
     assert found.images.dtype == torch.float32 and found.mean == ()
+
+
+def test_a_site_with_token_ids_trains_if_its_vocabulary_is_the_agreed_one(tmp_path: Path) -> None:
+    task = {"input_shape": [9], "mean": [], "std": [], "vocabulary": 20, "padding": 0, "features": 128}
+    member = one(tmp_path, terms={"task": task}, data="tests.kinds:texts", network="text_gru")
+    engine = SequentialEngine(member.population())
+    (reply,) = engine.train(1, {0: Message()})
+    assert reply.failure == "" and reply.loss > 0
+    with pytest.raises(InputError, match="have the vocabulary 20 and the padding 0, but the federation agreed on 21"):
+        _ = one(tmp_path, terms={"task": {**task, "vocabulary": 21}}, data="tests.kinds:texts").dataset
 
 
 @pytest.mark.parametrize("function", ["arrays", "dataset", "pairs", "listed"])
