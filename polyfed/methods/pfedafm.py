@@ -53,7 +53,7 @@ class PFedAFM(SharedNetwork):
     )
     requires = ("features",)
     weighted = True
-    grid = {"weight_lr": (1e-3, 1e-2, 1e-1)}
+    grid = {"weight_lr": (1e-2, 1e-1, 1.0)}
 
     class Config(SharedNetwork.Config):
         weight_lr: float = Field(0.01, gt=0, description="learning rate of the weights that mix the features")
