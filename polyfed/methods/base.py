@@ -337,6 +337,11 @@ class Method:
         self.task = task
         self.training = training
 
+    @classmethod
+    def needs(cls, config: Config) -> tuple[Common, ...]:
+        """What clients must have in common with these options."""
+        return cls.requires
+
     # The client's side -----------------------------------------------------------------------------------------------
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:

@@ -87,9 +87,13 @@ class FedL2G(Method):
                 f"fedl2g trains no network in its first method.warmup = {config.warmup} rounds, and the run has only "
                 f"{task.rounds}: set method.warmup to less, or to none for a quarter of the rounds."
             )
-        self.requires = ("features",) if config.guides == "features" else ()
+        self.requires = self.needs(self.config)
         self.depends_on_rounds = config.warmup is None
         self.probe = Probe(self.gradients, study=(QUIZ, 1.0), quiz=(0.0, QUIZ), batch=training.batch_size)
+
+    @classmethod
+    def needs(cls, config: Method.Config) -> tuple[Common, ...]:
+        return cls.requires if getattr(config, "guides", "features") == "features" else ()
 
     @property
     def size(self) -> int:
