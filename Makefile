@@ -4,11 +4,16 @@ VENV := .venv
 READY := $(VENV)/ready
 TESTED := $(VENV)/ready-for-tests
 PICTURES := $(VENV)/ready-for-pictures
+FLOWER := $(VENV)/ready-for-federations
 
-.PHONY: demo test test-long lint bench learn clean
+.PHONY: demo federation test test-long lint bench learn clean
 
 demo: $(READY)
 	$(VENV)/bin/polyfed run fedproto --rounds 15
+
+# Three organisations and a server on this machine, with keys and TLS
+federation: $(FLOWER)
+	$(VENV)/bin/python examples/federation/demo.py $(or $(ARGS),runs/federation)
 
 test: $(TESTED)
 	$(VENV)/bin/python -m pytest
@@ -47,4 +52,8 @@ $(TESTED): pyproject.toml | $(VENV)/bin/python
 
 $(PICTURES): pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --editable '.[pictures]'
+	@touch $@ $(READY)
+
+$(FLOWER): pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable '.[flower]'
 	@touch $@ $(READY)

@@ -227,7 +227,7 @@ def test_a_table_that_changed_meanwhile_is_refused(tmp_path: Path, monkeypatch: 
 def test_clients_elsewhere_have_no_simulated_clock(tmp_path: Path) -> None:
     config = polyfed.experiment(method="standalone", devices="uniform", clients=1)
     people = support.population("standalone", clients=1)
-    engine = RemoteEngine(Agreement("run", {}, 4, (1, 6, 6), {"amber": 0}), InMemoryTransport({}))
+    engine = RemoteEngine(Agreement("run", {}, 4, (1, 6, 6), {"amber": 0}), InMemoryTransport({}), people.method)
     folder = polyfed.RunFolder.create(tmp_path / "run", config)
     with pytest.raises(InputError, match="devices is uniform, but only a simulation has a simulated clock"):
         Federation(config, people.method, engine, folder)

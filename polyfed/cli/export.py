@@ -10,8 +10,10 @@ import typer
 
 from polyfed.cli.base import AsJson, Trust, out_console
 from polyfed.errors import InputError
+from polyfed.export.card import ModelCard
 from polyfed.server.scores import percent
 
+Format = Annotated[str, typer.Option(help="safetensors (for polyfed), or a program: torch (torch.export) or onnx")]
 _CLIENT: Any = typer.Option(metavar="NUMBER", help="the client, counted from 0")
 
 
@@ -19,15 +21,17 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a finished run")],
     client: Annotated[str, _CLIENT],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="a new or empty folder for the model")],
-    format: Annotated[
-        str, typer.Option(help="safetensors (for polyfed), or a program: torch (torch.export) or onnx")
-    ] = "safetensors",
+    format: Format = "safetensors",
     trust: Trust = False,
 ) -> None:
     """Write one client's model for use elsewhere. With its preprocessing, class names and a card."""
     from polyfed.export.write import export_client  # only this command needs it
 
-    card = export_client(path, _number(client), out, format=format, trust=trust)
+    show_exported(export_client(path, _number(client), out, format=format, trust=trust), out)
+
+
+def show_exported(card: ModelCard, out: Path) -> None:
+    """Say what was written, and what is left to do."""
     out_console.print(f"The exported model gives the run's predictions on {card.checked_on}.", soft_wrap=True)
     if card.accuracy_exported is not None:
         out_console.print(f"It predicts {percent(card.accuracy_exported)} of these correctly.")

@@ -9,6 +9,7 @@ import typer
 
 from polyfed.addresses import trusting
 from polyfed.cli.base import AsJson, Quiet, Trust, error_console, out_console, show_list
+from polyfed.cli.export import Format, show_exported
 from polyfed.deploy import show
 from polyfed.deploy.announce import announce
 from polyfed.deploy.member import read_member
@@ -76,6 +77,20 @@ def run(file: SiteFile = Path("site.yaml"), trust: Trust = False, quiet: Quiet =
     out_console.print(str(member.settings.folder), soft_wrap=True)
 
 
+def export(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="a new or empty folder for the model")],
+    file: SiteFile = Path("site.yaml"),
+    format: Format = "safetensors",
+    trust: Trust = False,
+) -> None:
+    """Write this site's own model for use elsewhere. As it is now, or at the end of the run."""
+    from polyfed.deploy.outcome import export_model
+
+    with trusting(trust):
+        show_exported(export_model(read_member(file, trust=trust), out, format), out)
+
+
 app.command("init")(init)
 app.command("check")(check)
 app.command("run")(run)
+app.command("export")(export)

@@ -10,7 +10,7 @@ import pandas as pd
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import one_line
 from polyfed.data.own import Address
-from polyfed.data.tables import from_frame, read_constants
+from polyfed.data.tables import Constants, from_frame, read_constants
 from polyfed.errors import InputError
 
 MISSING = ["?"]
@@ -20,11 +20,12 @@ ROW_NUMBERS = "Unnamed: 0"
 """What pandas calls the column of row numbers that `to_csv` writes."""
 
 
-def read_table(address: Address) -> Dataset:
-    """The table in a file as a dataset."""
+def read_table(address: Address, constants: Constants | None = None) -> Dataset:
+    """The table in a file as a dataset; with these constants, or those that the address names, if any are agreed on."""
     options = address.options
     test = Path(options["test"]).expanduser() if "test" in options else None
-    constants = read_constants(Path(options["constants"]).expanduser()) if "constants" in options else None
+    if "constants" in options:
+        constants = read_constants(Path(options["constants"]).expanduser())
     drop = [column for column in options.get("drop", "").split(",") if column]
     return from_frame(
         read_frame(address.file),

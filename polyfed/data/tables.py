@@ -60,6 +60,11 @@ class Constants(Settings):
         """The columns that are used, without the label's."""
         return [each.column for each in self.numbers] + [each.column for each in self.categories]
 
+    @property
+    def size(self) -> int:
+        """How many numbers a row becomes."""
+        return len(self.numbers) + sum(len(each.levels) for each in self.categories)
+
     def samples(self, frame: pd.DataFrame) -> Tensor:
         """`float32` [rows, features] of a frame with these columns."""
         parts = [

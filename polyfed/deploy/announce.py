@@ -71,6 +71,8 @@ class Announcement:
     """The size of the trial's upload as it travels."""
     evaluate: Mapping[str, Any]
     """The facts of an answer to an evaluation alone, with the trial's values."""
+    finish: Mapping[str, Any]
+    """The facts of the answer when the run is finished."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -99,7 +101,7 @@ class Announcement:
             facts.pop(FAILURE)
             announced: Mapping[str, Any] = {"round": 0}
         else:
-            announced = {"join": self.join, "train": self.train, "evaluate": self.evaluate}[kind]
+            announced = {"join": self.join, "train": self.train, "evaluate": self.evaluate, "finish": self.finish}[kind]
         found = _unannounced_fact("", facts, announced, same=kind == "join")
         if found is None and answer.message is not None:
             found = self._unannounced_entry(answer.message) if kind == "train" else "a message with tensors"
@@ -131,9 +133,10 @@ def announce(member: Member, population: Population | None = None) -> Announceme
         try:
             run = {"run": member.terms.name, "name": member.name, "terms": member.terms.plain()}
             join = _answer(joining, "join", Packet(run))
-            question = Packet({**run, "round": 1, "score": True}, _first_download(population, client))
-            train = _answer(trying, "train", question)
+            download = _first_download(population, client)
+            train = _answer(trying, "train", Packet({**run, "round": 1, "score": True}, download))
             evaluate = _answer(trying, "evaluate", Packet({**run, "round": 1}))
+            finish = _answer(trying, "finish", Packet({**run, "round": 1}, download))
         finally:
             joining.close()
             trying.close()
@@ -149,6 +152,7 @@ def announce(member: Member, population: Population | None = None) -> Announceme
         _entries(method.agreed_schema, upload),
         len(upload.to_bytes()) if train.message is not None else 0,
         evaluate.facts,
+        finish.facts,
     )
 
 
@@ -177,9 +181,9 @@ def _shortened(population: Population, client: int) -> Population:
     own, size, method = population.data[client], population.training.batch_size, population.method
     labels = population.labels[own.train].tolist()
     firsts = {label: place for place, label in reversed(list(enumerate(labels)))}
-    rest = [place for place in range(len(labels)) if place not in set(firsts.values())]
-    count = max(2, size) - len(firsts)
-    chosen = sorted([*firsts.values(), *rest[: max(0, count)]])
+    seen = set(firsts.values())
+    rest = [place for place in range(len(labels)) if place not in seen]
+    chosen = sorted([*seen, *rest[: max(0, max(2, size) - len(seen))]])
     data = ClientData(own.train[chosen], own.validation[:size], own.test[:size])
     return replace(population, data={client: data}, method=_hurried(method))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, field_validator
@@ -15,27 +15,25 @@ from torch import nn
 from polyfed.addresses import importable, names_code
 from polyfed.assemble import check_head_trains, example_networks, find_device, gathered
 from polyfed.compute import set_precision
-from polyfed.config import Experiment, read_yaml
+from polyfed.config import read_yaml
 from polyfed.data import ClientData, Dataset, chosen_test_set, describe_test_set, partition
 from polyfed.data.given_test import TestSet
+from polyfed.data.own import no_columns
 from polyfed.data.splits import parse_split
 from polyfed.deploy.checks import checked, checked_name, checked_place, located
+from polyfed.deploy.groups import described
 from polyfed.deploy.samples import agreed_samples, own_object
 from polyfed.deploy.terms import Terms, read_terms
 from polyfed.errors import InputError
+from polyfed.message import State
 from polyfed.methods.base import Method
 from polyfed.models import Architecture, SplitNetwork, resolve
 from polyfed.models.networks import FromCatalogue
 from polyfed.population import Population
 from polyfed.profile import network_profile
 from polyfed.remote import Site
+from polyfed.remote.site import Share
 from polyfed.settings import Settings
-
-Share = Literal["scores", "nothing"]
-
-
-def _described(name: str) -> str:
-    return str(Experiment.model_fields[name].description)
 
 
 class SiteSettings(Settings):
@@ -55,18 +53,18 @@ class SiteSettings(Settings):
     data: str = Field(
         description="npz:PATH, folder:PATH, table:PATH, a dataset's name, or package.module:function",
     )
-    data_folder: Path | None = Field(None, description=_described("data_folder"))
-    label: str | None = Field(None, description="the column of a table that holds the classes")
+    data_folder: Path | None = Field(None, description=described("data_folder"))
+    label: str | None = Field(None, description=described("label"))
     split: str = Field("8:1:1", description="train:validation:test of these samples")
-    test_set: TestSet = Field("auto", description=_described("test_set"))
+    test_set: TestSet = Field("auto", description=described("test_set"))
     network: str | None = Field(
         None, description="a network's name or package.module:Class; none: the one that the terms name"
     )
     head: str | None = Field(None, description="the layer that is the head of a network of your own; none: the last")
     folder: Path = Field(Path("state"), description="where this site keeps its state, its log and its model")
     share: Share = Field("scores", description="scores: accuracies and losses are sent; nothing: they stay here")
-    device: str = Field("auto", description=_described("device"))
-    tf32: bool = Field(True, description=_described("tf32"))
+    device: str = Field("auto", description=described("device"))
+    tf32: bool = Field(True, description=described("tf32"))
 
     @field_validator("name", mode="before")
     @classmethod
@@ -107,10 +105,9 @@ class Member:
         """All its samples, with the agreed classes and normalisation."""
         own = self.settings
         if own.label is not None and not own.data.startswith("table:"):
-            raise InputError(
-                f"label is '{own.label}', but only tables (table:PATH) have a column for it: leave it out."
-            )
-        return agreed_samples(own.data, self.terms.common, self.home, own.data_folder)
+            raise no_columns("label", own.label, own.data)
+        common = self.terms.common
+        return agreed_samples(own.data, common, self.home, data_folder=own.data_folder, label=own.label)
 
     @cached_property
     def data(self) -> ClientData:
@@ -157,7 +154,12 @@ class Member:
             notes=describe_test_set(self.dataset, own.split, own.test_set, data),
         )
 
-    def site(self, population: Population | None = None, folder: Path | None = None) -> Site:
+    def site(
+        self,
+        population: Population | None = None,
+        folder: Path | None = None,
+        keep: Callable[[State], None] = lambda state: None,
+    ) -> Site:
         """What answers the server; its state is in the member's folder, or in another."""
         own = self.settings
         return Site(
@@ -167,6 +169,7 @@ class Member:
             folder or own.folder / "rounds",
             share=own.share,
             terms=self.terms.difference,
+            keep=keep,
         )
 
 
@@ -211,12 +214,14 @@ def simulated(members: Sequence[Member], device: str = "cpu") -> Population:
     starts = [0]
     for member in members:
         starts.append(starts[-1] + len(member.dataset))
-    together = replace(
-        members[0].dataset,
-        name=terms.name,
-        images=torch.cat([member.dataset.images for member in members]),
-        labels=torch.cat([member.dataset.labels for member in members]),
-        official_test=0,
+    together = Dataset(
+        terms.name,
+        torch.cat([member.dataset.images for member in members]),
+        torch.cat([member.dataset.labels for member in members]),
+        terms.common.count,
+        terms.common.mean,
+        terms.common.std,
+        class_names=terms.common.names,
     )
     data = {
         m.number: ClientData(*(part + start for part in m.data.parts))

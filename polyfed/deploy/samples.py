@@ -6,45 +6,90 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed.addresses import load_object, names_code
-from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, no_dataset
-from polyfed.data.arrays import measured_dataset
-from polyfed.data.files import read_npz
-from polyfed.deploy.terms import CommonTask
+from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, parse_address
+from polyfed.data.files import read_arrays
+from polyfed.data.own import Address
+from polyfed.data.table_files import read_table
+from polyfed.data.torch_datasets import no_dataset
+from polyfed.deploy.groups import CommonTask
 from polyfed.errors import InputError, PolyfedError, first_line, user_place
 
-PATHS = ("npz:", "folder:", "table:")
-"""Sources with a path, which begins where site.yaml is."""
-BY_NAME = ("folder:", "table:")
-"""Sources whose classes have names and no numbers of their own."""
+BY_NAME = ("folder", "table")
+"""Kinds of data whose classes have names and no numbers of their own."""
+MODES = {1: "grey", 3: "colour"}
 
 
-def agreed_samples(data: str, common: CommonTask, folder: Path, data_folder: Path | None = None) -> Dataset:
+def agreed_samples(
+    data: str, common: CommonTask, folder: Path, *, data_folder: Path | None = None, label: str | None = None
+) -> Dataset:
     """The samples that a site's setting `data` names, as the federation agreed on them."""
-    kind = next((kind for kind in PATHS if data.startswith(kind)), "")
-    if names_code(data) and not kind:
+    address = parse_address(data)
+    if address is not None:
+        found = _read(address, common, folder, label)
+    elif names_code(data):
         found = _called(data, common.count, folder)
-    elif kind == "npz:":
-        path = folder / Path(data.removeprefix(kind)).expanduser()
-        images, labels, official_test, names = read_npz(path, path.stem)
-        classes = common.count if names is None else None
-        found = measured_dataset(images, labels, official_test, path.stem, classes, names)
     else:
-        found = load_dataset(f"{kind}{folder / data.removeprefix(kind)}" if kind else data, data_folder)
+        found = load_dataset(data, data_folder, label=label)
     _check_form(found, common)
     return replace(
         found,
-        labels=_agreed_labels(found, common, by_name=kind in BY_NAME),
+        labels=_agreed_labels(found, common, by_name=address is not None and address.kind in BY_NAME),
         classes=common.count,
         class_names=common.names,
         mean=common.mean,
         std=common.std,
     )
+
+
+def _read(address: Address, common: CommonTask, folder: Path, label: str | None) -> Dataset:
+    """Data in files, whose paths begin in the folder of site.yaml."""
+    files = {name: _inside(folder, path) for name, path in address.options.items() if name == "test"}
+    here = replace(address, path=_inside(folder, address.path), options={**address.options, **files})
+    if address.kind == "npz":
+        return _archive(here.file, common.count)
+    if address.kind == "table":
+        if common.constants is None or "constants" in address.options:
+            raise InputError(
+                "a federation with tables agrees on how columns become numbers: name the file of these constants in "
+                "the terms (task.constants), not in the address; polyfed.data.save_constants writes it."
+            )
+        return read_table(here.with_settings(label=label), common.constants)
+    if address.kind == "folder" and len(common.input_shape) == 3 and common.input_shape[0] in MODES:
+        channels, height, width = common.input_shape
+        agreed = {"size": f"{height}x{width}", "mode": MODES[channels]}
+        here = replace(here, options={**agreed, **here.options})
+    return load_dataset(here.text, label=label)
+
+
+def _archive(path: Path, classes: int) -> Dataset:
+    """Arrays in an npz file, in which some of the agreed classes may be missing."""
+    arrays: dict[str, Any] = dict(read_arrays(path, "save it with numpy.savez(path, x=…, y=…)"))
+    x, y = (arrays.pop(f"{name}_train", arrays.pop(name, None)) for name in "xy")
+    if x is None or y is None:
+        raise InputError(f"{path} lacks {'x' if x is None else 'y'}: save x, y and perhaps x_test, y_test in it.")
+    x_test, y_test = (arrays.pop(f"{name}_test", None) for name in "xy")
+    names = arrays.pop("class_names", None)
+    if arrays:
+        raise InputError(f"{path} also holds an array '{min(arrays)}', which a site does not use: leave it out.")
+    return from_arrays(x, y, x_test, y_test, path.stem, **_classes(y, classes, names))
+
+
+def _classes(y: Any, classes: int, names: Any = None) -> dict[str, Any]:
+    """What to tell about classes: their names, or their number, unless labels are names themselves."""
+    if names is not None:
+        return {"class_names": [str(name) for name in np.asarray(names).reshape(-1)]}
+    return {} if np.asarray(y).dtype.kind in "USO" else {"classes": classes}
+
+
+def _inside(folder: Path, path: str) -> str:
+    return str(folder / Path(path).expanduser())
 
 
 def own_object(address: str, folder: Path) -> object:
@@ -76,7 +121,7 @@ def _called(address: str, classes: int, folder: Path) -> Dataset:
         return found
     if isinstance(found, tuple | list) and len(found) in (2, 4) and all(_is_array(part) for part in found):
         x, y, x_test, y_test = (*found, None, None)[:4]
-        return from_arrays(x, y, x_test, y_test, name, classes=classes)
+        return from_arrays(x, y, x_test, y_test, name, **_classes(y, classes))
     if isinstance(found, tuple) and len(found) == 2 and all(hasattr(part, "__getitem__") for part in found):
         return from_torch_dataset(*found, name=name, classes=_unless_named(found[0], classes))
     if hasattr(found, "__getitem__") and hasattr(found, "__len__") and not _is_array(found):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from polyfed.deploy.keys import public_line, read_private_key
 from polyfed.deploy.member import Member
+from polyfed.deploy.outcome import keep_final
 from polyfed.errors import InputError
 from polyfed.flower import check_installed
 from polyfed.records import disk
@@ -33,7 +35,8 @@ def take_part(member: Member, tell: Tell) -> None:
         )
     disk.make_folder(settings.folder)
     with locked(settings.folder), Log(settings.folder / "site.log", tell) as log:
-        site = member.site()
+        population = member.population()
+        site = member.site(population, keep=partial(keep_final, member, population))
         answering = Answering(site, log.add)
         connection = SiteConnection(settings.server, settings.certificate, key, answering, log.add)
         answering.finished = connection.stop

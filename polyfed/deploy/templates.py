@@ -8,8 +8,9 @@ from typing import Any
 
 from polyfed.config import Experiment
 from polyfed.deploy.checks import checked_name, public_key
+from polyfed.deploy.groups import CommonTask, ServerSettings
 from polyfed.deploy.member import SiteSettings
-from polyfed.deploy.terms import AGREED, CommonTask, ServerSettings
+from polyfed.deploy.terms import AGREED
 from polyfed.errors import InputError
 from polyfed.methods import find_method
 from polyfed.methods.base import Training

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
-
 from polyfed.addresses import PYTHON, importable, names_code, trusting
 from polyfed.assemble import check_scored
 from polyfed.config import Experiment, experiment, read_yaml
-from polyfed.deploy.checks import checked, checked_name, checked_place, located, public_key
+from polyfed.data.tables import read_constants
+from polyfed.deploy.checks import checked, checked_name, located, public_key
+from polyfed.deploy.groups import CommonTask, ServerSettings
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import find_method
 from polyfed.methods.base import Method, Task
@@ -21,9 +20,8 @@ from polyfed.methods.parts.shared_network import SharedNetwork
 from polyfed.models import Architecture, SplitNetwork, resolve
 from polyfed.models.layers import Match
 from polyfed.normal_form import normal_form
-from polyfed.ranges import typed
 from polyfed.remote import Agreement
-from polyfed.settings import Settings
+from polyfed.remote.agreement import first_difference
 
 AGREED = (
     "method", "rounds", "seed", "training", "participation", "start", "evaluate", "eval_every", "min_replies",
@@ -33,109 +31,6 @@ AGREED = (
 OF_TASK = ("features", "match_features", "auxiliary")
 OF_SERVER = ("device", "tf32", "tracker")
 OF_SITES = ("data", "data_folder", "split", "test_set", "models", "network", "head", "label", "share", "folder")
-LONGEST = 60
-"""Characters of a value that a sentence shows."""
-
-
-def _described(name: str) -> str:
-    return str(Experiment.model_fields[name].description)
-
-
-class CommonTask(Settings):
-    """The problem that all members work on."""
-
-    classes: int | list[str] = Field(description="the names of the classes in the agreed order, or their number")
-    input_shape: tuple[int, ...] = Field(
-        description="shape of one sample: channels, height, width for images", min_length=1
-    )
-    mean: tuple[float, ...] = Field((), description="per channel, of pixels scaled to [0, 1]; none: float data")
-    std: tuple[float, ...] = Field((), description="per channel, likewise")
-    features: int | None = Field(
-        None, ge=1, description="features that every network is brought to; needed where heads or features are shared"
-    )
-    match_features: Match = Field("pool", description=_described("match_features"))
-    auxiliary: str | None = Field(None, description="the small common network of fml, fedkd, fedmrl and fedapen")
-    network: str | None = Field(None, description="the network of all members, where the method needs the same one")
-
-    @field_validator("classes", mode="before")
-    @classmethod
-    def _names_or_number(cls, value: object) -> object:
-        given = value if isinstance(value, list | tuple) else None
-        wrong = isinstance(value, bool) or not isinstance(value, int | list | tuple)
-        if wrong or any(isinstance(name, bool) or not isinstance(name, str | int) for name in given or ()):
-            raise InputError(
-                f"task.classes is {value!r}, but must be a list of names, such as [cat, dog], or a number; put names "
-                "that YAML reads as something else, such as yes and no, in quotes."
-            )
-        names = [str(name) for name in given or ()]
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        if repeated is not None:
-            raise InputError(f"task.classes has '{repeated}' twice: give every class its own name.")
-        if (len(names) if given is not None else int(str(value))) < 2:
-            raise InputError(f"task.classes is {value!r}, but there must be at least 2 classes.")
-        return value if given is None else names
-
-    @field_validator("mean", "std", mode="before")
-    @classmethod
-    def _none_is_empty(cls, value: object) -> object:
-        return () if value is None or value == "none" else value
-
-    @model_validator(mode="after")
-    def _consistent(self) -> CommonTask:
-        if min(self.input_shape) < 1:
-            raise InputError(f"task.input_shape is {list(self.input_shape)}, but its sizes must be at least 1.")
-        if not self.mean and not self.std:
-            return self
-        channels = self.input_shape[0] if len(self.input_shape) == 3 else None
-        if channels is None:
-            raise InputError(
-                f"task.mean and task.std are for images [channels, height, width], but task.input_shape is "
-                f"{list(self.input_shape)}: leave them out, and float data are used as they are."
-            )
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != channels:
-                raise InputError(
-                    f"task.{name} has {len(values)} value{'' if len(values) == 1 else 's'}, but images of shape "
-                    f"{list(self.input_shape)} need {channels}, one for each channel."
-                )
-        if min(self.std) <= 0:
-            raise InputError(f"task.std is {list(self.std)}, but every value must be above 0.")
-        return self
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The classes' names; empty if only their number is agreed on."""
-        return () if isinstance(self.classes, int) else tuple(self.classes)
-
-    @property
-    def count(self) -> int:
-        """How many classes there are."""
-        return self.classes if isinstance(self.classes, int) else len(self.classes)
-
-
-class ServerSettings(Settings):
-    """What only the server reads."""
-
-    listen: str = Field("0.0.0.0:9443", description="the address and port where sites reach the server")
-    certificate: Path = Field(Path("keys/server.crt"), description="the server's certificate")
-    key: Path = Field(Path("keys/server.key"), description="the server's private key, readable by its owner only")
-    folder: Path = Field(Path("run"), description="the run's folder")
-    minimum_members: int | None = Field(
-        2, ge=1, description="with fewer members present, the run pauses; none: all are needed"
-    )
-    enough_replies: int | None = Field(
-        None, ge=1, description="valid replies after which a round waits only for the grace; none: it waits for all"
-    )
-    grace: float = Field(10.0, ge=0, description="seconds that the others still have then")
-    reply_timeout: float = Field(600.0, gt=0, description="seconds after which a round ends without a reply")
-    device: str = Field("auto", description=_described("device"))
-    tf32: bool = Field(True, description=_described("tf32"))
-    tracker: str = Field("none", description=_described("tracker"))
-
-    @field_validator("listen")
-    @classmethod
-    def _has_a_port(cls, value: str) -> str:
-        return checked_place("server.listen", value)
 
 
 @dataclass(frozen=True)
@@ -208,9 +103,11 @@ class Terms:
 
     def difference(self, other: Terms | Mapping[str, Any]) -> str | None:
         """The first value in which the other side's terms differ from these, in a sentence; None if none does."""
-        theirs = other.plain() if isinstance(other, Terms) else other
-        own = json.loads(json.dumps(self.plain()))
-        return _difference("", own, theirs)
+        own, theirs = self.plain(), other.plain() if isinstance(other, Terms) else other
+        found = first_difference(own, theirs)
+        if found is None and list(own["members"]) != list(theirs["members"]):
+            found = f"members are {', '.join(own['members'])} here and {', '.join(theirs['members'])} at the server"
+        return found
 
 
 def read_terms(path: Path, *, trust: bool = False) -> Terms:
@@ -226,7 +123,7 @@ def terms_of(values: Mapping[str, Any], *, source: Path = Path("federation.yaml"
     _check_names(given)
     name = checked_name("name", given.pop("name", None))
     server = checked(ServerSettings, _group(given, "server"), "server.{}")
-    common = checked(CommonTask, _group(given, "task"), "task.{}")
+    common = checked(CommonTask, _with_constants(_group(given, "task"), source.parent), "task.{}")
     members = _members(_group(given, "members"))
     _check_trusted(given, common, source, trust=trust)
     if trust:
@@ -253,6 +150,12 @@ def _group(given: dict[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping | None):
         raise InputError(f"{name} is {values!r}, but must be names with values.")
     return values or {}
+
+
+def _with_constants(task: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The same with the content of the file that `constants` names: members agree on that, wherever they keep it."""
+    named = task.get("constants")
+    return {**task, "constants": read_constants(folder / named)} if isinstance(named, str) and named != "none" else task
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -343,36 +246,6 @@ def _one(what: str, name: str) -> Architecture:
     if len(found) != 1:
         raise InputError(f"task.{what} is '{name}', which stands for {len(found)} networks: name one.")
     return found[0]
-
-
-def _difference(place: str, own: Any, other: Any) -> str | None:
-    if isinstance(own, Mapping) and isinstance(other, Mapping):
-        return _difference_inside(place, own, other)
-    return None if own == other else f"{place} is {_shown(own)} here and {_shown(other)} at the server"
-
-
-def _difference_inside(place: str, own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    def inner(name: object) -> str:
-        return f"{place}.{name}" if place else str(name)
-
-    for name, value in own.items():
-        if name not in other:
-            return f"{_shown(inner(name))} is {_shown(value)} here and missing at the server"
-        found = _difference(inner(name), value, other[name])
-        if found is not None:
-            return found
-    unknown = next((name for name in other if name not in own), None)
-    if unknown is not None:
-        return f"{_shown(inner(unknown))} is missing here and {_shown(other[unknown])} at the server"
-    if place == "members" and list(own) != list(other):
-        return f"the order of members is {_shown(', '.join(own))} here and {_shown(', '.join(other))} at the server"
-    return None
-
-
-def _shown(value: object) -> str:
-    """A value in a sentence; what the other side sent may be of any length."""
-    text = typed(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def _no_auxiliary(

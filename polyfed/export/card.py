@@ -96,7 +96,8 @@ class Blueprint(Settings):
     """The network that defines what clients have in common: the first client's; None where none is known."""
     auxiliary: str
     """The small common network of methods that have one."""
-    feature_size: int = Field(ge=1)
+    feature_size: int = Field(ge=0)
+    """0 where no common number is agreed on."""
     features: int | None = None
     match: Literal["pool", "project"] = "pool"
     heads: str | list[str | None] | dict[str, str] | None = None

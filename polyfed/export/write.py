@@ -19,6 +19,7 @@ from polyfed.export.formats import FILES, Predictor, check_format, to_bytes
 from polyfed.export.load import CARD, CHUNK, ClientModel, network_model, open_exported, read_run_card
 from polyfed.export.readme import readme
 from polyfed.export.rebuild import client_of_run
+from polyfed.methods.base import Method
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Models
 from polyfed.records import RunFolder, disk
@@ -58,15 +59,36 @@ def export_client(
     """
     check_format(format)
     folder, out = RunFolder.open(run), Path(out)
-    _check_free(out)
+    check_free(out)
     card = _run_card(folder, data, models, trust=trust)
     method, network = client_of_run(folder, card, client, models, trust=trust)
-    model = network_model(method, network, card.inputs, client)
     samples = _samples(folder, card, client, data, trust=trust)
+    row = folder.clients().set_index("client").loc[client]
+    scored = (_number(row["accuracy_final"]), _number(row["test_samples"]))
+    return write_model(out, card, client, method, network, samples, scored, format=format, models=models)
+
+
+def write_model(
+    out: Path,
+    card: RunCard,
+    client: int,
+    method: Method,
+    network: ClientNetwork,
+    samples: Samples,
+    scored: tuple[float | None, int | None],
+    *,
+    format: str = "safetensors",
+    models: Models | None = None,
+) -> ModelCard:
+    """Write this network of a client, if it predicts the same after it was written; `scored` is what the card says.
+
+    That is its accuracy in the run's last evaluation, and on how many test samples.
+    """
+    model = network_model(method, network, card.inputs, client)
     predictor, state = Predictor(method, network, card.inputs.example()), state_of(network)
     content = to_bytes(format, predictor, state, card.inputs.shape, f"client {client}")
     expected = _probabilities(model, samples.raw)
-    exported = _describe(folder, card, model, format, samples, expected)
+    exported = _describe(card, model, format, samples, expected, scored)
     again = open_exported(exported, format, content, models, trust=True, where="the exported model")
     difference = float((_probabilities(again, samples.raw) - expected).abs().max())
     if not difference <= TOLERANCE:
@@ -78,7 +100,8 @@ def export_client(
     return exported
 
 
-def _check_free(out: Path) -> None:
+def check_free(out: Path) -> None:
+    """Raise unless it is a new or empty folder."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise InputError(f"'{out}' is not a folder: choose a new or empty one (--out).")
     if out.is_dir() and any(out.iterdir()):
@@ -102,15 +125,21 @@ def _samples(folder: RunFolder, card: RunCard, client: int, data: Dataset | None
     except InputError:
         if data is not None:  # what the user gives is used or refused
             raise
-        return _random_samples(card, client, "the run's data are not here")
+        return random_samples(card, client, "the run's data are not here")
     own = parts[client].test
     if len(own) == 0:
-        return _random_samples(card, client, "this client has no test samples")
+        return random_samples(card, client, "this client has no test samples")
+    return samples_of(dataset, own, client)
+
+
+def samples_of(dataset: Dataset, own: Tensor, client: int) -> Samples:
+    """These samples of a client."""
     described = f"the {len(own)} test samples of client {client}"
     return Samples(dataset.images[own].cpu(), dataset.labels[own].cpu(), described)
 
 
-def _random_samples(card: RunCard, client: int, why: str) -> Samples:
+def random_samples(card: RunCard, client: int, why: str) -> Samples:
+    """Samples for a check where there are no real ones; `why` is for the card."""
     generator, shape = torch_generator(card.seed, "export", client), (RANDOM_SAMPLES, *card.inputs.shape)
     if card.inputs.pixels:
         raw = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -124,10 +153,14 @@ def _probabilities(model: ClientModel, raw: Tensor) -> Tensor:
 
 
 def _describe(
-    folder: RunFolder, card: RunCard, model: ClientModel, format: str, samples: Samples, expected: Tensor
+    card: RunCard,
+    model: ClientModel,
+    format: str,
+    samples: Samples,
+    expected: Tensor,
+    scored: tuple[float | None, int | None],
 ) -> ModelCard:
     name = card.clients[model.client].network
-    own = folder.clients().set_index("client").loc[model.client]
     right = None if samples.labels is None else float((expected.argmax(1) == samples.labels).float().mean())
     assert model.network is not None
     blueprint = {field: getattr(card, field) for field in Blueprint.model_fields}
@@ -138,8 +171,8 @@ def _describe(
         client=model.client,
         rule=model.rule,
         layers=_layers(model.network, card.networks[name].head_name),
-        accuracy=_number(own["accuracy_final"]),
-        test_samples=_number(own["test_samples"]),
+        accuracy=scored[0],
+        test_samples=scored[1],
         accuracy_exported=right,
         checked_on=samples.described,
     )

@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from polyfed.errors import InputError, unknown_name
+from polyfed.ranges import typed
 from polyfed.remote.transport import Patience
+
+LONGEST = 60
+"""Characters of a value that a sentence shows."""
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,14 @@ def first_difference(own: Any, other: Any, path: str = "") -> str | None:
     """
     if isinstance(own, Mapping) and isinstance(other, Mapping):
         for name in dict.fromkeys([*own, *other]):
-            found = first_difference(own.get(name), other.get(name), f"{path}.{name}" if path else str(name))
+            inner = f"{path}.{name}" if path else str(name)
+            found = first_difference(own.get(name, _MISSING), other.get(name, _MISSING), inner)
             if found:
                 return found
         return None
     if _plain(own) == _plain(other):
         return None
-    return f"{path} is {_shown(own)} here and {_shown(other)} at the server"
+    return f"{_shown(path)} is {_shown(own)} here and {_shown(other)} at the server"
 
 
 def _plain(value: Any) -> Any:
@@ -114,4 +120,6 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return "missing" if value is None else str(value)[:100]
+    """A value in a sentence; what another side sent may be of any length."""
+    text = "missing" if value is _MISSING else typed(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -10,7 +10,7 @@ from polyfed.errors import BadMessage, InputError, listed
 from polyfed.methods.base import Method
 from polyfed.profile import Profile
 from polyfed.remote.agreement import Agreement
-from polyfed.remote.checks import checked_profile, unfit
+from polyfed.remote.checks import checked_profile, readable, unfit
 from polyfed.remote.transport import Packet, Transport
 
 POLL = 1.0
@@ -78,35 +78,34 @@ class Attendance:
 
     def admit(self, tell: Callable[[str], None], round: int) -> None:
         """Ask the members that are new, or back, to join; one that can't is left out with a note."""
-        there = set(self._transport.nodes())
-        connected = {client: self._transport.connection(name) for client, name in self._names.items() if name in there}
-        present = set(self._transport.present())
-        for group in (self._joined, self._refused):
-            for client in [client for client in group if self._names[client] not in present]:
-                del group[client]
-        new = [
-            client
-            for client, connection in connected.items()
-            if (self._joined | self._refused).get(client, _NEVER) != connection
-        ]
-        if not new:
-            return
-        for client, answer in sorted(self._invite(new).items()):
+        new = self._newcomers()
+        answers = self._invite(list(new)) if new else {}
+        for client, answer in sorted(answers.items()):
             name, known = self._names[client], client in self._profiles
             try:
-                if answer.failed:
-                    raise BadMessage(str(answer.facts["failure"])[:500])
-                profile = self._checked(client, answer)
+                self._profiles[client] = self._checked(name, answer)
             except BadMessage as error:
-                self._refused[client] = connected[client]
+                self._refused[client] = new[client]
                 tell(f"{name} can't join: {str(error).removesuffix('.')}; it is asked again when it has reconnected")
                 continue
-            self._profiles[client], self._joined[client] = profile, connected[client]
-            self._refused.pop(client, None)
+            self._joined[client] = new[client]
             (self.silent.add if answer.facts.get("share") == "nothing" else self.silent.discard)(client)
             if round > 1 and not known:
                 tell(f"{name} joins before round {round}")
         self._profiles = dict(sorted(self._profiles.items()))
+
+    def _newcomers(self) -> dict[int, Hashable]:
+        """The members that can be asked to join, with their connections; whoever has gone is forgotten."""
+        present, there = set(self._transport.present()), set(self._transport.nodes())
+        new = {}
+        for client, name in self._names.items():
+            connection = self._transport.connection(name)
+            for group in (self._joined, self._refused):
+                if name not in present or group.get(client, connection) != connection:
+                    group.pop(client, None)
+            if name in there and client not in self._joined and client not in self._refused:
+                new[client] = connection
+        return new
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain values."""
@@ -124,16 +123,17 @@ class Attendance:
             raise InputError(f"the checkpoint's list of members can't be read ({error}).") from error
         self._profiles = dict(sorted((found | self._profiles).items()))
 
-    def _checked(self, client: int, answer: Packet) -> Profile:
-        profile = checked_profile(self._names[client], answer.facts.get("profile"), self._method)
+    def _checked(self, name: str, answer: Packet) -> Profile:
+        if answer.failed:
+            raise BadMessage(readable(answer.facts["failure"]))
+        profile = checked_profile(name, answer.facts.get("profile"), self._method)
         difference = unfit(self._method, profile)
         if difference:
             raise BadMessage(difference)
         return profile
 
     def _is_in(self, client: int) -> bool:
-        joined = self._joined.get(client, _NEVER)
-        return joined is not _NEVER and joined == self._transport.connection(self._names[client])
+        return client in self._joined and self._joined[client] == self._transport.connection(self._names[client])
 
     def _present(self) -> list[int]:
         """The members that have joined and are connected; one that owes an answer counts."""
@@ -168,9 +168,6 @@ class Attendance:
         if now != self._told:
             self._told = now
             listener.on_members(*({client: self._names[client] for client in sorted(each)} for each in now))
-
-
-_NEVER = object()
 
 
 def _rounds(missed: list[int]) -> str:

@@ -96,6 +96,15 @@ def check_download(own: Population, state: State, message: Message, round: int) 
             raise BadMessage(f"the download's '{name}' holds a negative variance.")
 
 
+def readable(value: Any, most: int = LONGEST_TEXT) -> str:
+    """A site's own words, as they may be shown: not long, and without anything that a terminal obeys.
+
+    >>> readable("no \x1b[31mpower", 8)
+    'no  [31m'
+    """
+    return "".join(each if each.isprintable() else " " for each in str(value)[:most])
+
+
 def checked_loss(value: Any) -> float:
     """A training loss as it came; NaN if it is not told."""
     if value is None:
@@ -147,7 +156,7 @@ def unfit(method: Method, profile: Profile) -> str:
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or len(value) > LONGEST_TEXT:
         raise BadMessage(f"the '{key}' of its profile is not a short text.")
-    return value
+    return readable(value)
 
 
 def _number(key: str, value: Any) -> int:

@@ -13,7 +13,7 @@ from polyfed.methods.base import Method, Reply
 from polyfed.profile import Profile
 from polyfed.remote.agreement import Agreement
 from polyfed.remote.attendance import Attendance
-from polyfed.remote.checks import checked_loss, checked_shares, rules_of
+from polyfed.remote.checks import checked_loss, checked_shares, readable, rules_of
 from polyfed.remote.transport import Kind, Packet, Patience, Transport
 
 JOINING_SECONDS = 60.0
@@ -120,9 +120,9 @@ class RemoteEngine(Engine):
         try:
             facts = answer.facts
             if answer.failed:
-                return Reply(client, Message(), failure=str(facts["failure"])[:500])
+                return Reply(client, Message(), failure=readable(facts["failure"]))
             if facts.get("round") != round:
-                raise BadMessage(f"it answered for round {str(facts.get('round'))[:20]}, not for round {round}.")
+                raise BadMessage(f"it answered for round {readable(facts.get('round'), 20)}, not for round {round}.")
             loss = checked_loss(facts.get("loss"))
             return Reply(client, answer.message or Message(), loss, evaluation=self._shares(answer))
         except BadMessage as error:

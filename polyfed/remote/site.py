@@ -116,6 +116,14 @@ class Site:
             self._go_to(self._diary.newest)
             disk.write(path, state_bytes(self._engine.get_state(self.client)))
 
+    def newest_state(self) -> State | None:
+        """The client's own state after the last round that it trained; None before the first."""
+        with self._lock:
+            if self._diary.newest is None:
+                return None
+            self._go_to(self._diary.newest)
+            return self._engine.get_state(self.client)
+
     def _join(self, packet: Packet) -> Packet:
         difference = self._difference(packet.facts.get("terms", {}))
         if difference:

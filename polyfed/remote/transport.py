@@ -14,8 +14,8 @@ from polyfed.errors import BadMessage, RunError
 from polyfed.message import Message
 
 Kind: TypeAlias = Literal["join", "train", "evaluate", "finish"]
-LARGEST_FACTS = 100_000
-"""Bytes that the facts beside a message may have; they are a few numbers and words."""
+LARGEST_FACTS = 1_000_000
+"""Bytes that the facts beside a message may have; the terms of many members are the longest."""
 
 MOST_IDLE = 1000
 """How often one may wait in vain for sites of this process, before it is clear that nothing will happen."""
@@ -38,8 +38,14 @@ class Packet:
         return json.dumps(self.facts).encode(), b"" if self.message is None else self.message.to_bytes()
 
     @staticmethod
-    def from_bytes(facts: bytes, message: bytes) -> Packet:
-        """What `to_bytes` gave; anything else raises `BadMessage`."""
+    def from_bytes(facts: bytes, message: bytes, largest: int | None = None) -> Packet:
+        """What `to_bytes` gave; anything else raises `BadMessage`.
+
+        `largest` is how many bytes the message may have; sizes are compared before anything is parsed.
+        """
+        for what, found, most in (("facts", facts, LARGEST_FACTS), ("message", message, largest)):
+            if most is not None and len(found) > most:
+                raise BadMessage(f"its {what} of {len(found)} bytes can have at most {most}.")
         try:
             values = json.loads(facts)
         except (ValueError, RecursionError) as error:
@@ -50,15 +56,9 @@ class Packet:
 
     @staticmethod
     def received(facts: bytes, message: bytes, largest: int | None = None) -> Packet:
-        """A site's answer from its bytes; one that is too large or can't be read becomes a failure that says so.
-
-        `largest` is how many bytes its message may have. It is compared before anything is parsed.
-        """
+        """The same for a site's answer: one that can't be read becomes a failure that says why."""
         try:
-            for what, found, most in (("facts", facts, LARGEST_FACTS), ("message", message, largest)):
-                if most is not None and len(found) > most:
-                    raise BadMessage(f"its {what} of {len(found)} bytes can have at most {most}.")
-            return Packet.from_bytes(facts, message)
+            return Packet.from_bytes(facts, message, largest)
         except BadMessage as error:
             return Packet({"failure": str(error)})
 

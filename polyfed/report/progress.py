@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -33,9 +33,13 @@ class QuietProgress(Watcher):
     """Shows nothing, but lets Ctrl-C end the run after the round in progress."""
 
     _running = False
+    _names: Mapping[int, str] = MappingProxyType({})
+    """Members of a real federation, by client number; empty in a simulation."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._answered: list[str] = []
+        """Members that have answered in this round."""
         self.terminated = False
         """Whether it was SIGTERM, not Ctrl-C, that asked the run to stop."""
 
@@ -44,6 +48,14 @@ class QuietProgress(Watcher):
 
     def on_reading(self, what: str, done: int, total: int) -> None:
         """This many pictures of a dataset have been read."""
+
+    def on_members(self, present: Mapping[int, str], absent: Mapping[int, str]) -> None:
+        self._names = {**present, **absent}
+        here = f"here: {', '.join(present.values()) or 'nobody'}"
+        self.on_attendance(f"{here}; missing: {', '.join(absent.values())}" if absent else here)
+
+    def on_attendance(self, words: str) -> None:
+        """Who is there, in words, whenever that changes."""
 
     @contextmanager
     def showing(self) -> Iterator[None]:
@@ -93,13 +105,17 @@ class LineProgress(QuietProgress):
         if row is not None:
             per_round = (time.perf_counter() - self._begin) / (round - self._first + 1)
             left = per_round * (self._rounds - round)
+            answered = f"{row['replies']} of {len(self._names)} answered  " if self._names else ""
             self.show(
-                f"round {round}/{self._rounds}  accuracy {100 * row['accuracy_mean']:.2f} %  "
+                f"round {round}/{self._rounds}  {answered}accuracy {100 * row['accuracy_mean']:.2f} %  "
                 f"loss {row['loss_mean']:.4f}  {row['seconds']:.1f} s  {left:.0f} s left"
             )
 
     def on_note(self, note: str) -> None:
         self.show(f"note: {note}")
+
+    def on_attendance(self, words: str) -> None:
+        self.show(words)
 
     def show(self, line: str) -> None:
         """Show a line."""
@@ -183,9 +199,16 @@ class BarProgress(QuietProgress):
 
     def on_client(self, round: int, client: int) -> None:
         self._bar.advance(self._task, 1 / self._per_round)
+        if self._names:
+            self._answered.append(self._names[client])
+            self._bar.update(self._task, description=f"round {round}, answered: {', '.join(self._answered)}")
+
+    def on_attendance(self, words: str) -> None:
+        self._bar.console.print(words)
 
     def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
-        self._bar.update(self._task, completed=round)
+        self._bar.update(self._task, completed=round, description="round")
+        self._answered = []
         if row is not None:
             text = f"accuracy {100 * row['accuracy_mean']:.2f} %  loss {row['loss_mean']:.4f}"
             self._bar.update(self._task, accuracy=text)

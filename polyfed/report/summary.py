@@ -29,7 +29,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[list[str]]:
             quantity(summary["download_floats"]),
             f"floats, {quantity(summary['download_bytes'])}B",
         ],
-        ["computation of the clients", quantity(summary["flops"]), "FLOPs"],
+        *([["computation of the clients", quantity(summary["flops"]), "FLOPs"]] if summary["flops"] else []),
         ["time for training and server", f"{summary['seconds']:.1f}", "seconds"],
     ]
     if "simulated_seconds" in summary:

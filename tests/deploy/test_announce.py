@@ -38,9 +38,13 @@ def test_nothing_leaves_that_was_not_announced(tmp_path: Path, method: Any) -> N
     transport = InMemoryTransport({m.name: m.site().answer for m in people}, record=True)
     config = agreed.experiment()
     folder = RunFolder.create(tmp_path / "run", config)
-    Federation(config, agreed.method(), RemoteEngine(agreed.agreement(), transport), folder).run()
+    method = agreed.method()
+    engine = RemoteEngine(agreed.agreement(), transport, method)
+    federation = Federation(config, method, engine, folder)
+    federation.run()
+    engine.finish(3, {client: federation.download(client) for client in range(3)})
     answers = list(transport.record or ())[1::2]
-    assert {kind for kind, *_ in answers} >= {"join", "train"}
+    assert {kind for kind, *_ in answers} >= {"join", "train", "finish"}
     for kind, site, facts, message in answers:
         assert told[site].unannounced(kind, Packet.from_bytes(facts, message)) is None
 
@@ -53,8 +57,16 @@ def test_the_upload_of_prototypes_has_the_sizes_of_the_sites_classes(tmp_path: P
         ("labels", "labels", ("seen",), (2,), 2, 16),
     ]
     assert found.upload_bytes > 48 + 16
-    assert found.join == {"profile": {"name": "amber", "features": 6}}
+    assert found.join == {"profile": {"name": "amber", "features": 6}, "share": "scores"}
     assert found.reveals == polyfed.METHODS["fedproto"].reveals
+
+
+def test_a_site_that_shares_nothing_announces_no_scores(tmp_path: Path) -> None:
+    found = announced(tmp_path, share="nothing")
+    assert (found.train, found.evaluate, found.join["share"]) == ({"round": 1}, {}, "nothing")
+    scored = announced(tmp_path)
+    assert scored.train.keys() == {"round", "loss", "evaluation"}
+    assert found.unannounced("train", Packet(scored.train)) == "the fact 'loss'"
 
 
 def test_the_trial_has_a_sample_of_every_class_even_if_a_batch_is_smaller(tmp_path: Path) -> None:
@@ -83,7 +95,11 @@ def test_what_was_not_announced_is_named(tmp_path: Path) -> None:
             Packet(facts, Message({"prototypes": torch.zeros(2, 6)}, {"labels": torch.tensor([1])})),
             "the tensor 'labels' with shape (1,)",
         ),
-        ("join", Packet({"profile": {"name": "amber", "features": 7}}), "the fact 'profile.features' with the value 7"),
+        (
+            "join",
+            Packet({"profile": {"name": "amber", "features": 7}, "share": "scores"}),
+            "the fact 'profile.features' with the value 7",
+        ),
         ("join", Packet({"profile": {"name": "amber", "classes": [0]}}), "the fact 'profile.classes'"),
         ("join", Packet(found.join, good), "a message with tensors"),
         ("evaluate", Packet({"evaluation": {"confusion": {}}}), "the fact 'evaluation.confusion'"),

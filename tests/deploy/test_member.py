@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from polyfed.deploy.member import Member, read_member, simulated
@@ -54,7 +56,8 @@ def test_a_federation_of_sites_has_the_numbers_of_its_simulation(tmp_path: Path,
     sites = {member.name: member.site() for member in members(tmp_path, method=method, rounds=3, participation=0.7)}
     transport = InMemoryTransport({name: site.answer for name, site in sites.items()})
     apart = RunFolder.create(tmp_path / "two", config)
-    Federation(config, terms.method(), RemoteEngine(terms.agreement(), transport), apart).run()
+    common = terms.method()
+    Federation(config, common, RemoteEngine(terms.agreement(), transport, common), apart).run()
     same_rows(tmp_path / "one", tmp_path / "two")
     for member in people:
         sites[member.name].export(tmp_path / "own.safetensors")
@@ -105,6 +108,26 @@ def test_names_of_classes_decide_their_numbers(tmp_path: Path) -> None:
 def test_integer_labels_stay_even_if_some_classes_do_not_occur(tmp_path: Path) -> None:
     npz(tmp_path / "amber" / "some.npz", [3, 1, 3])
     assert one(tmp_path, data="npz:some.npz").dataset.labels.tolist() == [3, 1, 3]
+
+
+def test_an_archive_that_is_not_understood_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "amber").mkdir()
+    x, y = np.zeros((2, 6, 6), np.uint8), np.array([0, 1])
+    np.savez(tmp_path / "amber" / "more.npz", x=x, y=y, client=y)
+    with pytest.raises(InputError, match="more.npz also holds an array 'client', which a site does not use"):
+        _ = one(tmp_path, data="npz:more.npz").dataset
+    np.savez(tmp_path / "amber" / "less.npz", x=x)
+    with pytest.raises(InputError, match="less.npz lacks y"):
+        _ = one(tmp_path, data="npz:less.npz").dataset
+
+
+def test_a_test_set_of_its_own_is_only_tested_on(tmp_path: Path) -> None:
+    (tmp_path / "amber").mkdir()
+    x, y = np.zeros((8, 6, 6), np.uint8), np.array([3, 1] * 4)
+    np.savez(tmp_path / "amber" / "two.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
+    member = one(tmp_path, data="npz:two.npz", split="1:1")
+    assert sorted(member.data.test.tolist()) == [8, 9, 10, 11] and len(member.data.train) == 8
+    assert member.population().test_set == "apart"
 
 
 def test_pixels_are_normalised_with_the_agreed_mean_and_std(tmp_path: Path) -> None:
@@ -180,6 +203,55 @@ def test_a_module_of_another_site_with_the_same_name_is_not_mistaken_for_ones_ow
         _ = one(tmp_path / "two", network="same_name:Mine").architecture
 
 
+def pictures(folder: Path, *names: str, size: tuple[int, int] = (6, 6), mode: str = "L") -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new(mode, size, 9 * number).save(folder / name / f"{number}.png")
+
+
+def test_a_folder_with_some_of_the_classes_gets_the_agreed_numbers_and_size(tmp_path: Path) -> None:
+    """Its own numbers would be 0 for b and 1 for d; pictures of another size and in colour are brought to 1×6×6."""
+    pictures(tmp_path / "amber" / "images", "b", "d", size=(9, 12), mode="RGB")
+    found = one(tmp_path, data="folder:images").dataset
+    assert found.labels.tolist() == [1] * 4 + [3] * 4
+    assert found.input_shape == (1, 6, 6) and found.mean == (0.5,)
+    pictures(tmp_path / "amber" / "images", "e")
+    with pytest.raises(InputError, match="'images' has the class 'e', which is not one that the federation agreed"):
+        _ = one(tmp_path, data="folder:images").dataset
+
+
+def test_folders_without_agreed_names_need_numbers_as_names(tmp_path: Path) -> None:
+    terms = {"task": {"classes": 4}}
+    pictures(tmp_path / "amber" / "images", "3", "1")
+    assert one(tmp_path, terms=terms, data="folder:images").dataset.labels.tolist() == [1] * 4 + [3] * 4
+    pictures(tmp_path / "amber" / "named", "b", "d")
+    with pytest.raises(InputError, match="has the class 'b', .* agree on the classes' names"):
+        _ = one(tmp_path, terms=terms, data="folder:named").dataset
+
+
+def test_tables_need_agreed_constants_and_get_the_agreed_numbers(tmp_path: Path) -> None:
+    """Age 50 is (50 - 40) / 10 = 1 by the agreed constants, whatever the mean of this site's rows is."""
+    constants = {
+        "label": "ill",
+        "classes": ["a", "b", "c", "d"],
+        "numbers": [{"column": "age", "fill": 40, "mean": 40, "std": 10}],
+        "categories": [{"column": "sex", "levels": ["f", "m"]}],
+    }
+    (tmp_path / "amber").mkdir()
+    (tmp_path / "constants.json").write_text(json.dumps(constants))
+    (tmp_path / "amber" / "own.csv").write_text("age,sex,ill\n50,m,d\n,f,b\n20,m,d\n")
+    task = {"mean": [], "std": [], "input_shape": [3], "constants": "constants.json"}
+    found = one(tmp_path, terms={"task": task}, data="table:own.csv", label="ill")
+    assert found.dataset.images.tolist() == [[1, 0, 1], [0, 1, 0], [-2, 0, 1]]
+    assert found.dataset.labels.tolist() == [3, 1, 3]
+    assert found.terms.plain()["task"]["constants"]["numbers"][0]["mean"] == 40
+    with pytest.raises(InputError, match=r"input_shape is \[4\], but the columns in task.constants become 3 numbers"):
+        one(tmp_path, terms={"task": {**task, "input_shape": [4]}}, data="table:own.csv")
+    with pytest.raises(InputError, match="agrees on how columns become numbers: name the file .*task.constants"):
+        _ = one(tmp_path, terms={"task": {**task, "constants": None}}, data="table:own.csv", label="ill").dataset
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -192,7 +264,7 @@ def test_a_module_of_another_site_with_the_same_name_is_not_mistaken_for_ones_ow
         ({"network": None}, "network is missing: name one, such as cnn2"),
         ({"network": "papers"}, "network is 'papers', which stands for 5 networks: name one"),
         ({"network": "cnn2", "head": "fc"}, "head is 'fc', but the head of cnn2 is known: leave it out"),
-        ({"label": "kind"}, "label is 'kind', but only tables"),
+        ({"label": "kind"}, "label is 'kind', but the data 'npz:own.npz' have no columns"),
         ({"split": "8"}, "split '8' is not a ratio"),
         ({"device": "abacus"}, "device is 'abacus', which this machine does not have"),
     ],

@@ -77,7 +77,7 @@ def test_check_for_programs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> No
         {"class": "a", "train": 6, "validation": 2, "test": 2},
         {"class": "b", "train": 6, "validation": 2, "test": 2},
     ]
-    assert Announcement.from_dict(found["announcement"]).join == {"profile": {"name": "amber", "features": 6}}
+    assert Announcement.from_dict(found["announcement"]).join["profile"] == {"name": "amber", "features": 6}
     assert len(found["warnings"]) == 2 and found["terms"]["name"] == "trial-1"
 
 

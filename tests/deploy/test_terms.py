@@ -142,7 +142,7 @@ def test_plain_terms_survive_json_and_hold_nothing_of_the_servers_own() -> None:
         ({"members": {name: public_key(i + 5) for i, name in enumerate(NAMES)}}, "members.amber is ecdsa.*… here and"),
         (
             {"members": {name: public_key(NAMES.index(name)) for name in reversed(NAMES)}},
-            "the order of members is amber, birch, cedar here and cedar, birch, amber at the server",
+            "members are amber, birch, cedar here and cedar, birch, amber at the server",
         ),
     ],
 )

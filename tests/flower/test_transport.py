@@ -71,10 +71,23 @@ def test_a_straggler_is_not_asked_again_until_it_has_answered(people: support.Fe
     found = ask(people, "amber", "birch", patience=Patience(60, enough=1, grace=0.2))
     assert list(found) == ["amber"]
     assert list(fleet.transport.nodes()) == ["amber"]
+    assert sorted(fleet.transport.present()) == ["amber", "birch"]
     done.set()
     wait_for(lambda: "birch" in fleet.transport.nodes())
     assert ask(people, "birch", round=2)["birch"].facts == {"late": True}  # of this question: it always says so
     assert not fleet.link.message_ins_store
+
+
+def test_a_site_that_connects_anew_is_noticed(people: support.Federation) -> None:
+    fleet = people.listen()
+    first = people.start("amber", echo)
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    before = fleet.transport.connection("amber")
+    first.stop.set()
+    wait_for(lambda: not fleet.transport.present())
+    people.start("amber", echo)
+    wait_for(lambda: list(fleet.transport.present()) == ["amber"])
+    assert fleet.transport.connection("amber") != before
 
 
 def test_a_late_answer_is_never_taken_for_another(people: support.Federation) -> None:

@@ -328,7 +328,7 @@ DOOR: dict[str, tuple[Callable[[Packet], Packet], str]] = {
     "not finite": (lambda said: spoilt(said, tensor=lambda t: t * float("nan")), "holds values that are not finite"),
     "wrong shape": (lambda said: spoilt(said, tensor=lambda t: t[:, :2].contiguous()), "has shape"),
     "too large": (lambda said: spoilt(said, tensor=lambda t: torch.zeros(1000, 6)), "bytes can have at most"),
-    "long facts": (lambda said: Packet({**said.facts, "x": "y" * LARGEST_FACTS}), "its facts of 100"),
+    "long facts": (lambda said: Packet({**said.facts, "x": "y" * LARGEST_FACTS}), "its facts of 1000"),
     "another round": (lambda said: Packet({**said.facts, "round": 7}, said.message), "answered for round 7, not for"),
     "no round": (lambda said: Packet({}, said.message), "answered for round None"),
     "no message": (lambda said: Packet(said.facts), "lacks the tensor 'prototypes'"),
@@ -348,6 +348,16 @@ def test_a_reply_that_is_not_agreed_on_stays_outside(tmp_path: Path, case: str) 
     assert run.column("replies") == [3]
     (note,) = [event["note"] for event in run.federation.folder.events() if event["event"] == "note"]
     assert note.startswith("round 1 continues without client 2: ") and words in note
+
+
+def test_a_sites_words_cannot_command_the_servers_terminal(tmp_path: Path) -> None:
+    run = Run(tmp_path, minimum_members=2)
+    for name, kind in (("cedar", "train"), ("dune", "join")):
+        own = run.transport.sites[name]
+        run.transport.sites[name] = changed(own, kind, lambda said: Packet({"failure": "\x1b[2J\ngone" + "x" * 9999}))
+    run.federation.round(1)
+    assert [note.count(" [2J gone") for note in run.seen.notes] == [1, 1]
+    assert all(note.isprintable() and len(note) < 1200 for note in run.seen.notes)
 
 
 def test_a_server_of_another_run_gets_no_answer(tmp_path: Path) -> None:

@@ -137,3 +137,20 @@ def test_reading_shows_a_sign_of_life_and_notes_stay_as_they_are(kind: type[Line
 def test_consoles_print_what_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     progress.plain_console().print("runs/[red]a :b: x[/b] 'text' 12")
     assert capsys.readouterr().out == "runs/[red]a :b: x[/b] 'text' 12\n"
+
+
+@pytest.mark.parametrize("kind", [LineProgress, BarProgress])
+def test_a_real_federation_shows_who_is_there_and_who_has_answered(kind: type[LineProgress | BarProgress]) -> None:
+    output = io.StringIO()
+    shown = kind(Console(file=output, width=100, force_terminal=kind is BarProgress))
+    with shown.showing():
+        shown.on_start(experiment(method="standalone", clients=2, rounds=2), 1)
+        shown.on_members({0: "amber"}, {1: "birch"})
+        shown.on_members({0: "amber", 1: "birch"}, {})
+        shown.on_client(1, 1)
+        shown.on_client(1, 0)
+        if isinstance(shown, BarProgress):
+            assert shown._bar.tasks[0].description == "round 1, answered: birch, amber"
+        shown.on_round(1, {**ROW, "replies": 2})
+    assert "here: amber; missing: birch" in output.getvalue() and "here: amber, birch\n" in output.getvalue()
+    assert kind is BarProgress or "round 1/2  2 of 2 answered  accuracy 50.00 %" in output.getvalue()
