@@ -72,7 +72,7 @@ class Site:
         """Remarks on the training, which stay here."""
         self._engine = SequentialEngine(population)
         self._lock = threading.Lock()
-        disk.make_folder(folder)
+        disk.make_folder(folder, private=True)
         self._diary = Diary(folder, agreement.run, name)
         self._at: int | None = None
         """The round that the engine's state is from; None: read it again before the next training."""
