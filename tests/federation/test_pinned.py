@@ -96,8 +96,12 @@ class Programs:
         with (self.home / f"{name}.out").open("ab") as output:
             self._running.append(
                 subprocess.Popen(
-                    [str(self.bin / program), *arguments], cwd=self.home, env=self.environment(name), stdout=output,
-                    stderr=subprocess.STDOUT, start_new_session=True,
+                    [str(self.bin / program), *arguments],
+                    cwd=self.home,
+                    env=self.environment(name),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )  # fmt: skip
             )
 
