@@ -41,6 +41,7 @@ def take_part(member: Member, tell: Tell) -> None:
         site = member.site(population, keep=partial(keep_final, member, population))
         answering = Answering(site, log.add)
         connection = SiteConnection(settings.server, settings.certificate, key, answering, log.add)
+        connection.largest = site.largest_question
         answering.finished = connection.stop
         try:
             connection.run()

@@ -21,7 +21,7 @@ from safetensors.torch import load
 from polyfed.engines import SequentialEngine
 from polyfed.errors import BadMessage, DivergedError, FolderError, InputError
 from polyfed.evaluation import Evaluation
-from polyfed.message import Message, State, state_bytes
+from polyfed.message import Message, State, state_bytes, state_size
 from polyfed.methods.base import Reply
 from polyfed.population import Population
 from polyfed.records import disk
@@ -105,6 +105,11 @@ class Site:
         if isinstance(error, DivergedError):
             return self.share == "scores"
         return isinstance(error, BadMessage | InputError) and not isinstance(error, FolderError)
+
+    @property
+    def largest_question(self) -> int:
+        """Bytes that no question needs: several times what the client's state has, and room for the terms."""
+        return 4 * state_size(self._engine.get_state(self.client)) + 2**24
 
     def close(self) -> None:
         """Release the engine's files."""

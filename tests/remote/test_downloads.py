@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import polyfed
-from polyfed.errors import InputError
+from polyfed.errors import FolderError, InputError
 from polyfed.message import Message, State
 from polyfed.methods import FedProto
 from polyfed.methods.base import Knowledge, Server
@@ -172,3 +172,21 @@ def test_a_method_that_declares_less_than_it_receives_fails_in_a_simulation_too(
     with pytest.raises(InputError, match=r"eager.*'model.head.bias'.*receives"):
         support.federation(tmp_path / "eager", Eager).run()
     support.federation(tmp_path / "free", Free).run()
+
+
+@pytest.mark.parametrize("share", ["scores", "nothing"])
+def test_what_a_failure_says_is_what_the_site_shares(tmp_path: Path, share: Any) -> None:
+    """How large a loss has grown is a loss, and a sentence about a folder holds a path: its own notes have both."""
+    _, people = setting("standalone", lr=1e30)
+    site = Site("amber", agreement(people), people.slice([0]), tmp_path / "private", share=share)
+    said = str(site.answer("train", Packet({**RUN, "round": 1})).facts)
+    assert ("diverged" in said or "loss" in said or "weights" in said) == (share == "scores")
+    assert share == "scores" or any("client 0" in note for note in site.notes)
+
+    def busy(*arguments: Any, **settings: Any) -> Any:
+        raise FolderError(f"another process works on '{tmp_path}'.")
+
+    site._engine.train = busy  # type: ignore[method-assign]
+    said = str(site.answer("train", Packet({**RUN, "round": 1})).facts)
+    assert str(tmp_path) not in said and any(str(tmp_path) in note for note in site.notes)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
