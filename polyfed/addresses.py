@@ -15,6 +15,8 @@ from polyfed.errors import InputError, first_line
 
 PYTHON = "python:"
 """Marks data or networks that were passed as Python objects, in a run's record."""
+LIBRARIES = ("torchvision", "timm", "hf")
+"""What stands before a colon in names of other libraries' networks, which are no addresses of code."""
 ADDRESS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 _allowed: ContextVar[Collection[str] | None] = ContextVar("allowed", default=None)
@@ -58,7 +60,29 @@ def names_code(value: object) -> bool:
     """
     if not isinstance(value, str) or value.startswith(PYTHON):
         return False
-    return any(ADDRESS.fullmatch(part.strip()) for part in value.split(","))
+    return any(ADDRESS.fullmatch(part.strip()) and not is_library(part.strip()) for part in value.split(","))
+
+
+def is_library(name: str) -> bool:
+    """Whether a name is that of another library's network.
+
+    >>> is_library("timm:resnet18"), is_library("nets:Small"), is_library("cnn5")
+    (True, False, False)
+    """
+    library, colon, _ = name.partition(":")
+    return bool(colon) and library in LIBRARIES
+
+
+def needs_trust(name: str) -> bool:
+    """Whether the name of a network or an engine makes polyfed run code, or open a file that could hold some.
+
+    >>> needs_trust("nets:Small"), needs_trust("timm:resnet18"), needs_trust("timm:resnet18?weights=a.pt")
+    (True, False, True)
+    """
+    if not is_library(name):
+        return ":" in name
+    weights = name.partition("?weights=")[2]
+    return bool(weights) and not weights.endswith(".safetensors")
 
 
 def importable(folder: Path) -> None:

@@ -54,6 +54,8 @@ def as_batch(x: Any, dataset: Dataset) -> Tensor:
     """The same before normalisation: `uint8` images [images, channels, height, width], or a batch of floats."""
     tensor = _tensor(x)
     shape = dataset.input_shape
+    if dataset.vocabulary is not None:
+        return _token_ids(tensor, shape, dataset.vocabulary)
     if tensor.dtype == torch.uint8 and dataset.images.dtype != torch.uint8:
         raise InputError(
             f"the run trained on float data ('{dataset.name}'), which is used as it is: give floats that were "
@@ -69,6 +71,21 @@ def as_batch(x: Any, dataset: Dataset) -> Tensor:
         raise _wrong_shape(tensor, shape)
     if dataset.images.dtype == torch.uint8 and len(batch):
         _check_normalised(batch, dataset)
+    return batch
+
+
+def _token_ids(tensor: Tensor, shape: tuple[int, ...], vocabulary: int) -> Tensor:
+    """One sample of token ids or many, as a batch."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InputError(f"samples of type {tensor.dtype} can't be predicted: the run trained on token ids.")
+    batch = (tensor[None] if tuple(tensor.shape) == shape else tensor).to(torch.int64)
+    if tuple(batch.shape[1:]) != shape:
+        raise _wrong_shape(tensor, shape)
+    if len(batch) and not (int(batch.min()) >= 0 and int(batch.max()) < vocabulary):
+        raise InputError(
+            f"token ids from {int(batch.min())} to {int(batch.max())} can't be predicted: the run's vocabulary has the "
+            f"ids 0 to {vocabulary - 1}."
+        )
     return batch
 
 

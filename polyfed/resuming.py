@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyfed.addresses import PYTHON
+from polyfed.addresses import PYTHON, needs_trust
+from polyfed.assemble import named_data
 from polyfed.config import Experiment, experiment, merged
-from polyfed.data import parse_address
+from polyfed.data import Dataset, as_data, parse_address, with_given
 from polyfed.devices import MIXES
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown
@@ -47,7 +48,13 @@ def check_trusted(config: Experiment, source: Path, *, trust: bool, given: Colle
     """
     models = [] if config.models.startswith(PYTHON) else config.models.split(",")
     named = {"models": models, "auxiliary": [config.auxiliary or ""], "engine": [config.engine]}
-    code = [name.strip() for what, names in named.items() if what not in given for name in names if ":" in name]
+    code = [
+        name.strip()
+        for what, names in named.items()
+        if what not in given
+        for name in names
+        if needs_trust(name.strip())
+    ]
     if code and not trust:
         raise InputError(
             f"'{source}' names code that would be run, '{code[0]}': if you trust it, say so with --trust (in Python "
@@ -70,3 +77,20 @@ def located(config: Experiment, began_in: Path) -> Experiment:
     if not folder.exists() and (began_in / folder).exists():
         changes["data_folder"] = began_in / folder
     return config.model_copy(update=changes)
+
+
+def given_data(config: Experiment, data: Any, partition: Any) -> Dataset | None:
+    """The data of a run that continues, as far as they came from Python; None: they are named."""
+    if (config.partition == "given") != (partition is not None):
+        raise InputError(
+            "the partition came from Python; pass it again: polyfed.resume(run, partition=…)."
+            if partition is None
+            else f"the run has the partition {config.partition}, so none can be passed: leave it out."
+        )
+    if data is not None:
+        data = as_data(data, config.model_dump())
+        if isinstance(data, str):
+            raise InputError(f"data is '{data}', but the run names its data itself: leave data out.")
+    if partition is None:
+        return data  # type: ignore[no-any-return]
+    return with_given(data or named_data(config), partition, config.seed)

@@ -48,7 +48,7 @@ def each(purpose: str) -> set[str]:
     return {f"{purpose}/{round}/{client}" for round, client in CLIENT_ROUNDS}
 
 
-ALWAYS = {"partition", "split", "initial/Wide/shared", "initial/method", *each("batches/model")}
+ALWAYS = {"partition", "split", "initial/Wide/shared", "initial/method", *each("batches/model"), *each("upload")}
 HEAD = {"initial/head", "initial/Wide/head"}
 AUXILIARY = {"initial/Narrow/auxiliary"}
 MORE: dict[str, set[str]] = {
@@ -56,7 +56,10 @@ MORE: dict[str, set[str]] = {
     "dc-pfl": HEAD | {
         "server/virtual features/1", "server/virtual features/2", "server/calibration/1", "server/calibration/2",
     },
+    "fedorgp": {"initial/trainable prototypes", "server/prototypes/1", "server/prototypes/2"},
+    "protonorm": {"server/directions/1", "server/directions/2"},
     "fedgh": HEAD | {"server/header/1", "server/header/2"},
+    "fedre": HEAD | {"server/header/1", "server/header/2"},
     "fedgen": HEAD | {"initial/generator", "server/generator/1", "server/generator/2"},
     "lg-fedavg": HEAD,
     "fedclassavg": HEAD,
@@ -112,7 +115,7 @@ def test_a_run_with_every_kind_of_draw(engine: str, asked: list[str]) -> None:
     trained = {
         f"{purpose}/{round}/{client}"
         for round, client in chosen.clients
-        for purpose in ("batches/model", "dropout", "network/model", "network/answer")
+        for purpose in ("batches/model", "dropout", "network/model", "network/answer", "upload")
     }
     # Clients that have not changed since are not evaluated again.
     evaluated = {f"network/evaluation/1/{client}" for client in range(4)} | {
@@ -133,6 +136,7 @@ def test_engines_ask_for_the_same_batches(asked: list[str]) -> None:
         batches = {address for address in asked if address.startswith("batches/") and "/0/" not in address}
         assert batches == each("batches/model") | each("batches/mixing") | each("batches/adapted")
         assert {address for address in asked if address.startswith("parts/")} == {"parts/0/0", "parts/0/1"}
+        assert {address for address in asked if address.startswith("upload/")} == each("upload")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,7 @@ def test_engines_ask_for_the_same_batches(asked: list[str]) -> None:
         (("parts", 0, 1), 1410509411745378761),
         (("dropout", 2, 1), 7117366848806044509),
         (("network/model", 2, 1), 3852185145879457459),
+        (("upload", 2, 1), 1987590966984483028),
         (("server", "header", 2), 3947544012822776926),
     ],
 )

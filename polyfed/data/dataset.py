@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.errors import InputError
+from polyfed.shapes import TokenShape
 
 
 class Rows(Protocol):
@@ -27,7 +28,7 @@ class Dataset:
     """All images of a source, held once; clients are lists of indices into it.
 
     Images stay `uint8` until they are needed, which keeps sixty thousand of them in a quarter of the memory. Float
-    data of any shape (tables, features, images already normalised) are used as they are.
+    data of any shape (tables, signals, features, images already normalised) and token ids are used as they are.
 
     >>> dataset = Dataset("two", torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), 2, (0.5,), (0.5,))
     >>> images, labels = dataset.batch(torch.tensor([1]))
@@ -37,7 +38,7 @@ class Dataset:
 
     name: str
     images: Tensor
-    """`uint8` [samples, channels, height, width], or `float32` [samples, …]."""
+    """`uint8` [samples, channels, height, width], `float32` [samples, …], or `int64` token ids [samples, length]."""
     labels: Tensor
     """`int64` [samples], values 0 … classes − 1."""
     classes: int
@@ -50,8 +51,16 @@ class Dataset:
     """Whether that test set is by default pooled with the rest, as the papers do; otherwise nobody trains on it."""
     class_names: tuple[str, ...] = ()
     """The names of the classes; empty: their numbers."""
+    owners: Tensor | None = None
+    """`int64` [samples], on the CPU: whose each sample is, by the client's number; −1: nobody's. None: not known."""
+    client_names: tuple[str, ...] = ()
+    """The names of these clients; empty: their numbers."""
     table: Rows | None = None
     """The rows behind the samples of a table."""
+    vocabulary: int | None = None
+    """For token ids: how many different ones there are, 0 … vocabulary − 1; None: samples are no tokens."""
+    padding: int | None = None
+    """The token id that fills short samples and says nothing; None: all ids count."""
     _scalings: dict[torch.device, tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,6 +70,11 @@ class Dataset:
             raise InputError(
                 f"dataset '{self.name}' has {self.classes} classes but {len(self.class_names)} class names: give one "
                 f"name for each class."
+            )
+        if self.owners is not None and self.owners.shape != self.labels.shape:
+            raise InputError(
+                f"dataset '{self.name}' has {len(self.labels)} samples, but owners of {len(self.owners)}: give one "
+                f"owner per sample."
             )
         if not 0 <= self.official_test < len(self.labels):
             raise InputError(
@@ -73,7 +87,9 @@ class Dataset:
 
     def only(self, samples: Tensor) -> Dataset:
         """The same source with only these samples, in this order."""
-        return replace(self, images=self.images[samples], labels=self.labels[samples], official_test=0, table=None)
+        owners = None if self.owners is None else self.owners[samples]
+        rest = {"official_test": 0, "owners": owners, "table": None}
+        return replace(self, images=self.images[samples], labels=self.labels[samples], **rest)  # type: ignore[arg-type]
 
     def fitted(self, training: Tensor) -> Dataset:
         """The same, where a table's samples are made with constants (means, medians) of these samples only."""
@@ -85,15 +101,26 @@ class Dataset:
     def __repr__(self) -> str:
         shape = "×".join(str(side) for side in self.input_shape)
         test = f", {self.official_test} for testing" if self.official_test else ""
-        return f"Dataset('{self.name}': {len(self)} samples of {shape}, {self.classes} classes{test})"
+        whose = f", of {self.clients} clients" if self.clients else ""
+        return f"Dataset('{self.name}': {len(self)} samples of {shape}, {self.classes} classes{test}{whose})"
+
+    @property
+    def clients(self) -> int:
+        """How many clients the samples belong to; 0: not known."""
+        if self.owners is None:
+            return 0
+        return len(self.client_names) or int(self.owners.max()) + 1
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample, as a network sees it."""
-        return tuple(self.images.shape[1:])
+        shape = tuple(self.images.shape[1:])
+        return shape if self.vocabulary is None else TokenShape(shape, self.vocabulary, self.padding)
 
     def batch(self, indices: Tensor, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """The normalised `float32` images and the labels at these indices, on the device (default: the dataset's).
+        """The normalised `float32` images (or token ids) and the labels at these indices, on the device.
+
+        The default is the dataset's device.
 
         Training on a CPU calls this for every batch, so pixels are gathered and moved as bytes and normalised last.
         """
@@ -104,7 +131,7 @@ class Dataset:
         return self.normalise(images), labels
 
     def normalise(self, images: Tensor) -> Tensor:
-        """(pixel / 255 − mean) / std for `uint8` images [..., channels, height, width]; float data pass unchanged."""
+        """(pixel / 255 − mean) / std for `uint8` images [..., channels, height, width]; other data stay as they are."""
         if images.dtype != torch.uint8:
             return images
         scale, shift = self.scaling(images.device)
@@ -152,6 +179,11 @@ def _check_images(dataset: Dataset) -> None:
     images, name = dataset.images, dataset.name
     if images.ndim < 2 or len(images) == 0:
         raise InputError(f"dataset '{name}' has no samples: give at least one, not shape {tuple(images.shape)}.")
+    if dataset.vocabulary is not None:
+        _check_tokens(dataset, dataset.vocabulary)
+        return
+    if dataset.padding is not None:
+        raise InputError(f"dataset '{name}' has a padding but no vocabulary: give both for token ids, or neither.")
     if images.dtype == torch.float32:
         if dataset.mean or dataset.std:
             raise InputError(f"dataset '{name}' holds floats, which are used as they are: leave mean and std empty.")
@@ -159,13 +191,36 @@ def _check_images(dataset: Dataset) -> None:
     if images.dtype != torch.uint8 or images.ndim != 4:
         raise InputError(
             f"dataset '{name}' has {images.dtype} images of shape {tuple(images.shape)}: give uint8 images "
-            f"[samples, channels, height, width] or float32 data."
+            f"[samples, channels, height, width], float32 data, or int64 token ids [samples, length] with vocabulary."
         )
     channels = images.shape[1]
     if len(dataset.mean) != channels or len(dataset.std) != channels or min(dataset.std) <= 0:
         raise InputError(
             f"dataset '{name}' has {channels} channel(s), mean {dataset.mean} and std {dataset.std}: give one mean "
             f"and one positive std per channel."
+        )
+
+
+def _check_tokens(dataset: Dataset, vocabulary: int) -> None:
+    """Check that token ids are in the vocabulary."""
+    ids, name = dataset.images, dataset.name
+    if ids.dtype != torch.int64 or ids.ndim != 2:
+        raise InputError(
+            f"dataset '{name}' has a vocabulary, but {ids.dtype} samples of shape {tuple(ids.shape)}: give int64 token "
+            f"ids [samples, length], or leave vocabulary out."
+        )
+    if dataset.mean or dataset.std:
+        raise InputError(f"dataset '{name}' holds token ids, which are not normalised: leave mean and std empty.")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise InputError(
+            f"dataset '{name}' has token ids from {low} to {high} for a vocabulary of {vocabulary}: ids must be 0 to "
+            f"{vocabulary - 1}."
+        )
+    if dataset.padding is not None and not 0 <= dataset.padding < vocabulary:
+        raise InputError(
+            f"dataset '{name}' has the padding {dataset.padding}, which is not in its vocabulary: that must be one of "
+            f"the ids 0 to {vocabulary - 1}."
         )
 
 

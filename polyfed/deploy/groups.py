@@ -12,6 +12,7 @@ from polyfed.deploy.checks import checked_place
 from polyfed.errors import InputError
 from polyfed.models.layers import Match
 from polyfed.settings import Settings
+from polyfed.shapes import TokenShape
 
 
 def described(name: str) -> str:
@@ -28,6 +29,8 @@ class CommonTask(Settings):
     )
     mean: tuple[float, ...] = Field((), description="per channel, of pixels scaled to [0, 1]; none: float data")
     std: tuple[float, ...] = Field((), description="per channel, likewise")
+    vocabulary: int | None = Field(None, ge=1, description="how many token ids there are; none: samples are no tokens")
+    padding: int | None = Field(None, ge=0, description="the token id that fills short samples, if there is one")
     features: int | None = Field(
         None, ge=1, description="features that every network is brought to; needed where heads or features are shared"
     )
@@ -70,6 +73,7 @@ class CommonTask(Settings):
             )
         if min(self.input_shape) < 1:
             raise InputError(f"task.input_shape is {list(self.input_shape)}, but its sizes must be at least 1.")
+        self._check_tokens()
         if not self.mean and not self.std:
             return self
         channels = self.input_shape[0] if len(self.input_shape) == 3 else None
@@ -87,6 +91,28 @@ class CommonTask(Settings):
         if min(self.std) <= 0:
             raise InputError(f"task.std is {list(self.std)}, but every value must be above 0.")
         return self
+
+    def _check_tokens(self) -> None:
+        if self.vocabulary is None and self.padding is not None:
+            raise InputError("task.padding is for token ids: give task.vocabulary too, or leave it out.")
+        if self.vocabulary is None:
+            return
+        if len(self.input_shape) != 1:
+            raise InputError(
+                f"task.vocabulary is for token ids, whose shape is their length, but task.input_shape is "
+                f"{list(self.input_shape)}: leave it out, or give one size."
+            )
+        if self.padding is not None and self.padding >= self.vocabulary:
+            raise InputError(
+                f"task.padding is {self.padding}, but must be one of the ids 0 to {self.vocabulary - 1} "
+                "(task.vocabulary)."
+            )
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one sample, with what it says about token ids."""
+        shape = self.input_shape
+        return shape if self.vocabulary is None else TokenShape(shape, self.vocabulary, self.padding)
 
     @property
     def names(self) -> tuple[str, ...]:

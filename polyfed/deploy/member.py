@@ -28,7 +28,7 @@ from polyfed.errors import InputError
 from polyfed.message import State
 from polyfed.methods.base import Method
 from polyfed.models import Architecture, SplitNetwork, resolve
-from polyfed.models.networks import FromCatalogue
+from polyfed.models.catalogue import FromCatalogue
 from polyfed.population import Population
 from polyfed.profile import network_profile
 from polyfed.remote import Site

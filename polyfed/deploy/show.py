@@ -9,6 +9,7 @@ from rich.table import Table
 
 from polyfed.data import ClientData, Dataset
 from polyfed.deploy.announce import Announcement
+from polyfed.deploy.groups import CommonTask
 from polyfed.deploy.keys import check_certificate, public_line, read_private_key
 from polyfed.deploy.member import Member
 from polyfed.deploy.terms import Terms
@@ -29,12 +30,18 @@ def terms_table(terms: Terms) -> Table:
         ["rounds", str(config.rounds)],
         ["training", ", ".join(f"{name}: {typed(value)}" for name, value in config.training)],
         ["classes", f"{common.count}{f' ({names})' if names else ''}"],
-        ["samples", f"{_shape(common.input_shape)}, {'pixels' if common.mean else 'floats'}"],
+        ["samples", f"{_shape(common.input_shape)}, {_kind(common)}"],
         *([["features", str(common.features)]] if common.features else []),
         *([["common network", str(found)] for found in (common.network or common.auxiliary,) if found]),
         ["members", ", ".join(terms.members)],
     ]
     return plain_table(["terms", terms.name], rows)
+
+
+def _kind(common: CommonTask) -> str:
+    if common.vocabulary is not None:
+        return f"token ids from 0 to {common.vocabulary - 1}"
+    return "pixels" if common.mean else "floats"
 
 
 def samples(dataset: Dataset, data: ClientData) -> list[dict[str, Any]]:

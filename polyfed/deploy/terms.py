@@ -52,7 +52,7 @@ class Terms:
             self.name,
             {name: value for name, value in self.plain().items() if name in AGREED},
             self.common.count,
-            self.common.input_shape,
+            self.common.sample_shape,
             {name: number for number, name in enumerate(self.members)},
             self.common.mean,
             self.common.std,
@@ -72,7 +72,7 @@ class Terms:
         """The task as all sides know it; nobody's own network is part of it."""
         common, config = self.common, self.config
         task = Task(
-            input_shape=common.input_shape,
+            input_shape=common.sample_shape,
             classes=common.count,
             rounds=config.rounds,
             seed=config.seed,

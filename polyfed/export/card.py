@@ -16,9 +16,11 @@ from polyfed.config import Experiment
 from polyfed.data import Dataset
 from polyfed.errors import InputError
 from polyfed.models import Architecture
-from polyfed.models.networks import FromCatalogue
+from polyfed.models.catalogue import FromCatalogue
+from polyfed.models.libraries import FromLibrary
 from polyfed.population import Population
 from polyfed.settings import Settings
+from polyfed.shapes import TokenShape, kind_of
 
 FORMAT: Literal[1] = 1
 C = TypeVar("C", bound="Blueprint")
@@ -32,7 +34,11 @@ class Inputs(Settings):
     shape: tuple[Annotated[int, Field(ge=1)], ...]
     """Of one sample: channels, height, width for images."""
     pixels: bool
-    """Whether samples are `uint8` images, to be normalised as (pixel / 255 − mean) / std; otherwise floats as given."""
+    """Whether samples are `uint8` images, to be normalised as (pixel / 255 − mean) / std; otherwise as they are."""
+    vocabulary: int | None = Field(None, ge=1)
+    """How many token ids there are, where samples are such; otherwise none."""
+    padding: int | None = None
+    """The token id that fills short samples."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     classes: int = Field(ge=1)
@@ -46,6 +52,8 @@ class Inputs(Settings):
             data=dataset.name,
             shape=dataset.input_shape,
             pixels=dataset.images.dtype == torch.uint8,
+            vocabulary=dataset.vocabulary,
+            padding=dataset.padding,
             mean=dataset.mean,
             std=dataset.std,
             classes=dataset.classes,
@@ -54,9 +62,24 @@ class Inputs(Settings):
 
     def example(self) -> Dataset:
         """A dataset of this kind with a single blank sample, which normalises and names like the real one."""
-        kind = torch.uint8 if self.pixels else torch.float32
+        kind = torch.uint8 if self.pixels else kind_of(self.input_shape)
         blank, label = torch.zeros(1, *self.shape, dtype=kind), torch.zeros(1, dtype=torch.int64)
-        return Dataset(self.data, blank, label, self.classes, self.mean, self.std, class_names=self.class_names)
+        return Dataset(
+            self.data,
+            blank,
+            label,
+            self.classes,
+            self.mean,
+            self.std,
+            class_names=self.class_names,
+            vocabulary=self.vocabulary,
+            padding=self.padding,
+        )
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one sample, with what it says about token ids."""
+        return self.shape if self.vocabulary is None else TokenShape(self.shape, self.vocabulary, self.padding)
 
 
 class NetworkCard(Settings):
@@ -169,6 +192,8 @@ def run_card(config: Experiment, population: Population) -> RunCard:
 def _network(architecture: Architecture, config: Experiment, head_name: str, *, is_member: bool) -> NetworkCard:
     if isinstance(architecture.maker, FromCatalogue):
         return NetworkCard(kind="named", source=architecture.name, head_name=head_name)
+    if isinstance(architecture.maker, FromLibrary):  # without its file of weights: the model has its own
+        return NetworkCard(kind="named", source=architecture.maker.title, head_name=head_name)
     source = config.models if is_member or config.auxiliary is None else config.auxiliary
     kind: Literal["address", "python"] = "python" if source.startswith(PYTHON) else "address"
     return NetworkCard(kind=kind, source=source, head_name=head_name)

@@ -70,6 +70,10 @@ def _read_csv(path: Path, inputs: Inputs) -> NDArray[np.generic]:
     if not len(values) or not np.isfinite(values).all():
         raise InputError(f"'{path}' has no rows, or empty or infinite cells: fill them in.")
     shaped = values.reshape(-1, *inputs.shape)
+    if inputs.vocabulary is not None:
+        if (shaped % 1 != 0).any():
+            raise InputError(f"'{path}' has values that are not whole numbers: this model needs token ids.")
+        return shaped.astype(np.int64)
     if not inputs.pixels:
         return shaped.astype(np.float32)
     if (shaped % 1 != 0).any() or shaped.min() < 0 or shaped.max() > 255:

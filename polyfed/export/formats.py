@@ -37,6 +37,7 @@ class Predictor(nn.Module):
         self.network = network
         self._rules = method.predict
         self.pixels = dataset.images.dtype == torch.uint8
+        self._kind = dataset.images.dtype
         scale, shift = dataset.scaling(torch.device("cpu")) if self.pixels else (torch.ones(()), torch.zeros(()))
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
@@ -49,7 +50,7 @@ class Predictor(nn.Module):
 
     def example(self, shape: tuple[int, ...]) -> Tensor:
         """Blank samples: an exported program must not carry anyone's data."""
-        return torch.zeros(2, *shape, dtype=torch.uint8 if self.pixels else torch.float32)
+        return torch.zeros(2, *shape, dtype=self._kind)
 
 
 def check_format(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from polyfed.export.card import Inputs, ModelCard
 from polyfed.methods import METHODS
 from polyfed.server.scores import percent
+from polyfed.shapes import kind_of
 
 RULES = {
     "classifier": "the classifier of the client's own network",
@@ -48,6 +49,9 @@ test samples.
 
 def _input(inputs: Inputs) -> str:
     shape = "×".join(str(side) for side in inputs.shape)
+    if inputs.vocabulary is not None:
+        filler = "" if inputs.padding is None else f"; {inputs.padding} fills short samples"
+        return f"int64 token ids of shape {shape}, from 0 to {inputs.vocabulary - 1}{filler}"
     if not inputs.pixels:
         return f"float32 samples of shape {shape}, prepared as in training"
     mean, std = (", ".join(f"{value:.6g}" for value in values) for values in (inputs.mean, inputs.std))
@@ -66,7 +70,7 @@ def _use(card: ModelCard) -> str:
 model = polyfed.load_client("FOLDER")
 print(model.predict(images).names)"""
         return f"```python\n{code}\n```\n\nor `polyfed predict FOLDER IMAGE.png`."
-    kind = "uint8" if card.inputs.pixels else "float32"
+    kind = "uint8" if card.inputs.pixels else str(kind_of(card.inputs.input_shape)).removeprefix("torch.")
     shape = ", ".join(["batch", *(str(side) for side in card.inputs.shape)])
     what = f"`{card.file}` turns {kind} samples [{shape}] into probabilities [batch, {card.inputs.classes}]."
     if card.file.endswith(".pt2"):

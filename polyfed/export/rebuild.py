@@ -50,7 +50,7 @@ def rebuilt(
             raise InputError(f"{where} is damaged (it describes no network '{sorted(unknown)[0]}'): restore it.")
         inputs = card.inputs
         task = Task(
-            input_shape=inputs.shape,
+            input_shape=inputs.input_shape,
             classes=inputs.classes,
             rounds=card.rounds,
             seed=card.seed,

@@ -25,6 +25,7 @@ from polyfed.models import Models
 from polyfed.records import RunFolder, disk
 from polyfed.resuming import located
 from polyfed.seeds import torch_generator
+from polyfed.shapes import noise
 
 TOLERANCE = 1e-5
 """How far probabilities of an exported model may be from the run's."""
@@ -140,11 +141,11 @@ def samples_of(dataset: Dataset, own: Tensor, client: int) -> Samples:
 
 def random_samples(card: RunCard, client: int, why: str) -> Samples:
     """Samples for a check where there are no real ones; `why` is for the card."""
-    generator, shape = torch_generator(card.seed, "export", client), (RANDOM_SAMPLES, *card.inputs.shape)
+    generator, shape = torch_generator(card.seed, "export", client), card.inputs.input_shape
     if card.inputs.pixels:
-        raw = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        raw = torch.randint(0, 256, (RANDOM_SAMPLES, *shape), generator=generator, dtype=torch.uint8)
     else:
-        raw = torch.randn(shape, generator=generator)
+        raw = noise(RANDOM_SAMPLES, shape, generator)
     return Samples(raw, None, f"{RANDOM_SAMPLES} random samples, because {why}")
 
 

@@ -82,20 +82,22 @@ class SiteConnection:
 
     def run(self) -> None:
         """Connect, answer, and connect again whenever the connection is lost."""
-        connected, wait = False, RETRY[0]
+        connected, wait, reason = False, RETRY[0], ""
         while not self.stop.is_set():
             try:
                 with self._client() as client:
                     node = self._activate(client)
                     self._note(f"connected to {self._address}")
-                    connected, wait = True, RETRY[0]
+                    connected, wait, reason = True, RETRY[0], ""
                     self._serve(client, node)
             except Refused as error:
                 if not connected:
                     raise
                 self._note(str(error))
             except Unreachable as error:
-                self._note(f"no connection to {self._address} ({error}); trying again")
+                if str(error) != reason:  # said once, not at every attempt
+                    self._note(f"no connection to {self._address} ({error}); trying again until there is")
+                reason = str(error)
             self.stop.wait(wait)
             wait = min(RETRY[1], wait * 2)
 

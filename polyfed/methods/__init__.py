@@ -12,12 +12,15 @@ from polyfed.methods.fedgen import FedGen
 from polyfed.methods.fedgh import FedGH
 from polyfed.methods.fedkd import FedKD
 from polyfed.methods.fedmrl import FedMRL
+from polyfed.methods.fedorgp import FedORGP
 from polyfed.methods.fedproto import FedProto
+from polyfed.methods.fedre import FedRE
 from polyfed.methods.fedssa import FedSSA
 from polyfed.methods.fedtgp import FedTGP
 from polyfed.methods.fml import FML
 from polyfed.methods.lg_fedavg import LGFedAvg
 from polyfed.methods.pfedes import PFedES
+from polyfed.methods.protonorm import ProtoNorm
 from polyfed.methods.standalone import Standalone
 from polyfed.registry import Registry
 
@@ -32,12 +35,15 @@ METHODS: Registry[Method] = Registry(
             LGFedAvg,
             FedProto,
             FedTGP,
+            FedORGP,
+            ProtoNorm,
             DCPFL,
             FML,
             FedAPEN,
             FedKD,
             FedMRL,
             FedGH,
+            FedRE,
             FedGen,
             FedClassAvg,
             FD,

@@ -6,7 +6,7 @@ rules let the same code run in a plain loop, for many clients at once and betwee
 1. A loss is a pure function of (network, batch) and returns one value per sample. What was received is part of the
    network: `receive` writes it into the client's state.
 2. All state is named tensors, flat: `model.head.weight`, `proxy.0.bias`, `prototypes.vectors`.
-3. Random draws come only from the generators passed in (`draw`, `server.generator`).
+3. Random draws come only from the generators passed in (`draw`, `Trained.generator`, `server.generator`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from polyfed.methods.parts.network import Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
+from polyfed.models.catalogue import FromCatalogue
 from polyfed.models.layers import Match
-from polyfed.models.networks import FromCatalogue
 from polyfed.seeds import seeded, torch_generator
 from polyfed.settings import Settings
 
@@ -205,6 +205,8 @@ class Trained(Knowledge):
     state: Mapping[str, Tensor] = field(default_factory=dict)
     statistics: ClassStatistics | None = None
     tracked: ClassStatistics | None = None
+    generator: torch.Generator | None = field(default=None, kw_only=True)
+    """Random draws of the client for this round's upload, on the CPU; every engine passes it."""
 
     @property
     def sample_count(self) -> dict[str, Tensor]:

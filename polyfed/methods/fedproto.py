@@ -10,11 +10,11 @@ from pydantic import Field
 
 from polyfed.message import Message, Schema
 from polyfed.methods.base import Reply, Server, Trained
-from polyfed.methods.parts.prototypes import PrototypeMethod
+from polyfed.methods.parts.prototypes import DistanceMethod
 from polyfed.methods.parts.tools import class_vectors_schema, mean_by_class, store_vectors
 
 
-class FedProto(PrototypeMethod):
+class FedProto(DistanceMethod):
     """Features are pulled towards the federation's mean feature (prototype) of the sample's class."""
 
     name = "fedproto"
@@ -22,7 +22,7 @@ class FedProto(PrototypeMethod):
     paper = "Tan et al., AAAI 2022"
     grid = {"weight": (0.01, 0.1, 1.0)}
 
-    class Config(PrototypeMethod.Config):
+    class Config(DistanceMethod.Config):
         mean: Literal["plain", "samples"] = Field(
             "plain",
             description="global prototypes weight a class's holders equally, or by their samples of the class",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, Self
 
 import torch
@@ -11,26 +12,12 @@ from torch import Tensor, nn
 
 from polyfed.errors import InputError
 from polyfed.methods.base import Reply, Server
-from polyfed.methods.parts.prototypes import PrototypeMethod
+from polyfed.methods.parts.prototypes import DistanceMethod
 from polyfed.methods.parts.tools import mean_by_class, store_vectors
-from polyfed.server.training import check_finite, train_on_vectors
+from polyfed.methods.parts.trainable import add_trainable, train_prototypes
 
 
-class TrainablePrototypes(nn.Module):
-    """A trainable vector per class and a network that turns it into the class's prototype; both stay on the server."""
-
-    def __init__(self, classes: int, size: int, *, network: bool) -> None:
-        super().__init__()
-        self.vectors = nn.Parameter(torch.randn(classes, size))
-        layers = [nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size)] if network else []
-        self.network = nn.Sequential(*layers)
-
-    def forward(self) -> Tensor:
-        prototypes: Tensor = self.network(self.vectors)
-        return prototypes
-
-
-class FedTGP(PrototypeMethod):
+class FedTGP(DistanceMethod):
     """Like FedProto, but global prototypes are learned: near their class's client prototypes, far from all others."""
 
     name = "fedtgp"
@@ -38,7 +25,7 @@ class FedTGP(PrototypeMethod):
     paper = "Zhang et al., AAAI 2024"
     grid = {"weight": (0.01, 0.1, 1.0), "threshold": (1.0, 10.0, 100.0, 1000.0), "server_epochs": (1, 10, 100)}
 
-    class Config(PrototypeMethod.Config):
+    class Config(DistanceMethod.Config):
         margin: Literal["max-pair", "max-min", "fixed", "none"] = Field(
             "max-pair",
             description="margin between classes: the largest distance between two class centres, the largest distance "
@@ -71,46 +58,19 @@ class FedTGP(PrototypeMethod):
 
     def start(self, server: Server) -> None:
         super().start(server)
-        size, classes = self.task.feature_size, self.task.classes
-        server.modules["prototypes"] = self.task.seeded_module(
-            lambda: TrainablePrototypes(classes, size, network=self.config.network), "trainable prototypes"
-        )
+        add_trainable(server, self.task, network=self.config.network)
         if self.config.send_untrained:
             with torch.no_grad():
                 first = server.modules["prototypes"]().clone()
-            server.state.update(store_vectors(server.state, "prototypes", first, torch.arange(classes)))
+            server.state.update(store_vectors(server.state, "prototypes", first, torch.arange(self.task.classes)))
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         vectors = torch.cat([reply.message.tensors["prototypes"] for reply in replies])
         labels = torch.cat([reply.message.metadata["labels"] for reply in replies])
         if len(labels) == 0:
             return
-        prototypes = server.modules["prototypes"].to(server.device)
         margin = self.margin(vectors, labels).to(server.device)
-
-        def loss(module: nn.Module, chosen: Tensor, classes: Tensor) -> Tensor:
-            return contrastive_loss(module(), chosen, classes, margin)
-
-        config = self.config
-        train_on_vectors(
-            prototypes,
-            vectors.to(server.device),
-            labels.to(server.device),
-            loss=loss,
-            epochs=config.server_epochs,
-            batch_size=config.server_batch_size,
-            lr=config.server_lr,
-            generator=server.generator("prototypes"),
-            work=6 * self.task.classes * self.task.feature_size**2,
-        )
-        check_finite(prototypes, "prototypes", server.round, config.server_lr, [vectors])
-        # A class that nobody has uploaded has a prototype too, pushed away from all others.
-        sent = torch.arange(self.task.classes)
-        if config.broadcast == "uploaded":
-            sent = torch.cat([labels, server.state["prototypes.known"].nonzero().flatten()]).unique()
-        with torch.no_grad():
-            trained = prototypes().cpu()[sent]
-        server.state.update(store_vectors(server.state, "prototypes", trained, sent))
+        train_prototypes(server, self.task, self.config, vectors, labels, partial(contrastive_loss, margin=margin))
 
     def margin(self, vectors: Tensor, labels: Tensor) -> Tensor:
         """δ(t), how much farther other classes' client prototypes must be: Eq. 9 of the paper."""

@@ -9,13 +9,15 @@ from typing import Literal, Protocol, TypeAlias, get_args
 import torch
 from torch import nn
 
-from polyfed.addresses import load_object
+from polyfed.addresses import is_library, load_object
 from polyfed.errors import InputError, unknown_name
+from polyfed.models.catalogue import GROUPS, NETWORKS, FromCatalogue
 from polyfed.models.factories import FromFactory, FromInstance, factory_name
 from polyfed.models.layers import HEADS, Match, check_match, check_sizes
-from polyfed.models.networks import GROUPS, NETWORKS, FromCatalogue
+from polyfed.models.libraries import FromLibrary, from_library
 from polyfed.models.split import SplitNetwork
 from polyfed.seeds import numpy_generator
+from polyfed.shapes import as_shape
 
 Assignment = Literal["cycle", "random"]
 
@@ -48,7 +50,7 @@ class Architecture:
         (`match="pool"`, without parameters) or by a learned linear layer (`match="project"`).
         """
         check_sizes(classes, features)
-        return self.maker(self.name, tuple(input_shape), classes, features, check_match(match))
+        return self.maker(self.name, as_shape(input_shape), classes, features, check_match(match))
 
 
 Models: TypeAlias = "str | nn.Module | Architecture | Callable[..., nn.Module] | Sequence[Models]"
@@ -62,15 +64,20 @@ def resolve(models: Models, head: Head = None) -> list[Architecture]:
     """The architectures that a description names, in order.
 
     A description is a name ("resnet18", "resnet34+mlp256"), a group ("papers"), several with commas between them, the
-    address of the user's own ("package.module:factory"), a network class, a function that returns a network, a
-    network (copied for every build), or a list of all these. `head` names the layer at which networks of the user's own
-    are split, instead of their last linear layer: one name for all, several (with commas between them, or a list) in
-    the order of these networks, or a mapping from their names.
+    name of another library's ("timm:NAME"), the address of the user's own ("package.module:factory"), a network class,
+    a function that returns a network, a network (copied for every build), or a list of all these. `head` names the
+    layer at which networks of the user's own are split, instead of their last linear layer: one name for all, several
+    (with commas between them, or a list) in the order of these networks, or a mapping from their names.
     """
     found = _distinct(_resolve(models))
     if not found:
         raise InputError("there are no networks to choose from: name at least one, for example 'cnn1'.")
     own = [a.name for a in found if isinstance(a.maker, FromFactory | FromInstance)]
+    if head is not None and not own and any(isinstance(a.maker, FromLibrary) for a in found):
+        raise InputError(
+            f"head is {head!r}, but it is for networks of your own: those of libraries are split at their last layer, "
+            "so leave it out, or write the network's address (torchvision.models:NAME)."
+        )
     heads = _heads(list(dict.fromkeys(own)), head)
     return [_with_head(architecture, heads.get(architecture.name)) for architecture in found]
 
@@ -133,7 +140,7 @@ def smallest(
     if not architectures:
         raise InputError("there are no networks to choose the smallest from: give at least one architecture.")
     distinct = list(dict.fromkeys(architectures))
-    return min(distinct, key=lambda choice: _built_size(choice, tuple(input_shape), classes, features, match))
+    return min(distinct, key=lambda choice: _built_size(choice, as_shape(input_shape), classes, features, match))
 
 
 def _built_size(
@@ -167,6 +174,9 @@ def _resolve(models: object) -> list[Architecture]:
 
 def _named(name: str) -> list[Architecture]:
     """The architectures of one name."""
+    if is_library(name):
+        maker = from_library(name)
+        return [Architecture(maker.title, maker)]
     if ":" in name:
         found = _resolve(load_object(name))
         # One object keeps its address as its name, so that a run's record says where it came from.

@@ -15,9 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from polyfed.errors import InputError, first_line, user_place
 from polyfed.seeds import others_restored
+from polyfed.shapes import noise
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """What went into a layer and came out of it."""
 
@@ -29,16 +30,10 @@ class Call:
 
 @dataclass
 class Trace:
-    """What a dry run saw: the network's output, the layers in the order in which they finished, the watched calls."""
+    """What a dry run saw: the network's output, and the watched calls in the order in which they finished."""
 
     output: object = None
-    finished: list[str] = field(default_factory=list)
     watched: list[Call] = field(default_factory=list)
-
-    def layers_after(self, name: str) -> list[str]:
-        """The layers that finished after the last call of the layer `name`, without those that contain it."""
-        position = len(self.finished) - 1 - self.finished[::-1].index(name)
-        return [later for later in self.finished[position + 1 :] if later and not name.startswith(f"{later}.")]
 
 
 def dry_run(
@@ -88,11 +83,12 @@ def undisturbed(network: nn.Module) -> Iterator[None]:
 
 
 def example_images(network: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
-    """Two images of noise, always the same; zeros would hide a layer that acts on some values only, such as ReLU."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn((2, *input_shape), generator=generator, device="cpu")
+    """Two samples of noise, always the same; zeros would hide a layer that acts on some values only, such as ReLU."""
+    images = noise(2, input_shape, torch.Generator().manual_seed(0)).to(device_of(network))
+    if not images.is_floating_point():
+        return images
     kinds = (p.dtype for p in network.parameters() if p.is_floating_point())
-    return images.to(device=device_of(network), dtype=next(kinds, torch.float32))
+    return images.to(next(kinds, torch.float32))
 
 
 def device_of(network: nn.Module) -> torch.device:
@@ -109,7 +105,6 @@ def _leave(
     trace: Trace, entered: list[str], path: str, watched: bool, layer: nn.Module, inputs: Any, output: Any
 ) -> None:
     entered.pop()
-    trace.finished.append(path)
     if watched:
         trace.watched.append(Call(path, layer, inputs, output))
 
@@ -118,4 +113,5 @@ def _failure(name: str, images: Tensor, entered: list[str], error: Exception) ->
     where = f" in its layer '{entered[-1]}'" if entered and entered[-1] else ""
     shape = tuple(images.shape[1:])
     said = f"{first_line(error)}{user_place(error)}"
-    return InputError(f"{name} does not accept images of shape {shape}: it fails{where} with: {said}.")
+    samples = "images" if images.is_floating_point() else "token ids"
+    return InputError(f"{name} does not accept {samples} of shape {shape}: it fails{where} with: {said}.")

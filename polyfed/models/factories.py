@@ -12,6 +12,7 @@ from torch import nn
 from polyfed.errors import InputError, PolyfedError, first_line, user_place
 from polyfed.models.layers import Match
 from polyfed.models.split import SplitNetwork, split_network
+from polyfed.shapes import TokenShape
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class FromFactory:
     """Calls a class or function for a new network and splits it.
 
     It is given whichever of these arguments its signature names: input_shape; in_channels or channels; classes,
-    num_classes or n_classes; features or feature_size.
+    num_classes or n_classes; features or feature_size; for token ids, instead of channels, vocabulary or vocab_size,
+    and padding or padding_idx.
     """
 
     factory: Callable[..., object]
@@ -80,9 +82,12 @@ def _arguments(
     factory: Callable[..., object], name: str, input_shape: tuple[int, ...], classes: int, features: int | None
 ) -> dict[str, object]:
     """The keyword arguments that a factory's signature asks for."""
+    tokens = input_shape if isinstance(input_shape, TokenShape) else None
     offers: dict[tuple[str, ...], object] = {
         ("input_shape",): input_shape,
-        ("in_channels", "channels"): input_shape[0] if input_shape else None,
+        ("in_channels", "channels"): input_shape[0] if input_shape and tokens is None else None,
+        ("vocabulary", "vocab_size"): tokens.vocabulary if tokens is not None else None,
+        ("padding", "padding_idx"): tokens.padding if tokens is not None else None,
         ("classes", "num_classes", "n_classes"): classes,
         ("features", "feature_size"): features,
     }
@@ -119,5 +124,5 @@ def _check_complete(parameters: list[inspect.Parameter], arguments: dict[str, ob
             )
         raise InputError(
             f"{name} needs an argument '{parameter.name}' that polyfed does not provide: give it a default, "
-            "or use input_shape, in_channels, classes or features."
+            "or use input_shape, in_channels (for token ids: vocabulary), classes or features."
         )

@@ -1,26 +1,30 @@
-"""The catalogue of networks by name (`RECIPES`) and of their groups (`GROUPS`), and how each network is built."""
+"""Networks for images: the papers' own and torchvision's, without their heads."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from polyfed.errors import InputError, unknown_name
-from polyfed.models.layers import Match, build_head, match_layer, seed_dropout
-from polyfed.models.split import SplitNetwork
+from polyfed.shapes import TokenShape
 
 
-def image_shape(input_shape: Sequence[int], name: str) -> tuple[int, int, int]:
-    """Channels, height and width, or an error where the shape is not that of an image."""
+def image_shape(input_shape: Sequence[int], name: str, *, network: bool = True) -> tuple[int, int, int]:
+    """Channels, height and width, or an error where the shape is not that of an image.
+
+    `network`: whether other networks would be a remedy.
+    """
     if len(input_shape) != 3 or min(input_shape) < 1:
         shape = tuple(input_shape)
-        raise InputError(f"{name} needs images of shape (channels, height, width), not {shape}.")
+        tokens = isinstance(input_shape, TokenShape)
+        what = f"token ids of shape {shape}" if tokens else f"{shape}"
+        kinds = {1: "text4 for token ids" if tokens else "tabular4 for tables", 2: "signal4 for signals"}
+        other = f" (networks for other data: --models {kinds[len(shape)]})" if network and len(shape) in kinds else ""
+        raise InputError(f"{name} needs images of shape (channels, height, width), not {what}{other}.")
     channels, height, width = input_shape
     return channels, height, width
 
@@ -182,175 +186,6 @@ def _set_channels(network: nn.Module, path: str, channels: int, initialise: Call
     network.set_submodule(path, new)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How to build one network.
-
-    `build(input_shape, name=…)` gives it without its head; `last` names the layer after which `features` features come
-    out, and which is replaced by one that matches them to the number of features wanted.
-    """
-
-    title: str
-    features: int
-    build: Callable[..., nn.Module]
-    last: str = "match"
-    head: str = "linear"
-
-
-def _five_cnns() -> dict[str, Recipe]:
-    sizes = {1: (32, 2000), 2: (16, 2000), 3: (32, 1000), 4: (32, 800), 5: (32, 500)}
-    return {
-        f"cnn{number}": Recipe(
-            f"CNN-{number} of pFedES and FedSSA: convolutions of 16 and {filters}, linear layers of {width} and 500",
-            500,
-            partial(convolutional, filters=(16, filters), widths=(width, 500)),
-        )
-        for number, (filters, width) in sizes.items()
-    }
-
-
-def _resnets() -> dict[str, Recipe]:
-    short = {
-        f"resnet{2 + 2 * stages}": Recipe(
-            f"ResNet with one basic block in each of {stages} stage{'s' if stages > 1 else ''}",
-            64 * 2 ** (stages - 1),
-            partial(short_resnet, stages=stages),
-        )
-        for stages in (1, 2, 3, 4)
-    }
-    sizes = {18: 512, 34: 512, 50: 2048, 101: 2048, 152: 2048}
-    usual = {
-        f"resnet{layers}": Recipe(f"ResNet-{layers} of torchvision", size, partial(resnet, layers=layers), last="fc")
-        for layers, size in sizes.items()
-    }
-    return short | usual
-
-
-def _transformers() -> dict[str, Recipe]:
-    return {
-        f"vit_b_{patch}": Recipe(
-            f"vision transformer ViT-B of torchvision, patches of {patch}x{patch}",
-            768,
-            partial(vision_transformer, patch=patch),
-            last="heads",
-            head="tanh768",
-        )
-        for patch in (16, 32)
-    }
-
-
-RECIPES: dict[str, Recipe] = {
-    **_five_cnns(),
-    "cnn": Recipe(
-        "4-layer CNN of FedTGP: convolutions of 32 and 64, a linear layer of 512",
-        512,
-        partial(convolutional, filters=(32, 64), widths=(512,)),
-    ),
-    **_resnets(),
-    "googlenet": Recipe("GoogLeNet of torchvision without auxiliary classifiers", 1024, googlenet, last="fc"),
-    "mobilenet_v2": Recipe("MobileNet v2 of torchvision", 1280, mobilenet_v2, last="classifier.1"),
-    **_transformers(),
-}
-
-NETWORKS: dict[str, str] = {name: recipe.title for name, recipe in RECIPES.items()}
-
-
-@dataclass(frozen=True)
-class FromCatalogue:
-    """Builds a network of the catalogue, with its own head or with another."""
-
-    network: str
-    head: str | None = None
-
-    def __call__(
-        self, name: str, input_shape: tuple[int, ...], classes: int, features: int | None, match: Match
-    ) -> SplitNetwork:
-        if self.network not in RECIPES:
-            raise unknown_name("network", self.network, RECIPES)
-        recipe = RECIPES[self.network]
-        extractor = recipe.build(input_shape, name=name)
-        extractor.set_submodule(recipe.last, match_layer(recipe.features, features, match))
-        size = recipe.features if features is None else features
-        head = self.head or recipe.head
-        split = SplitNetwork(seed_dropout(extractor), build_head(head, size, classes), size)
-        if head == "linear" and size == recipe.features:  # the head is what torchvision has in the place of `last`
-            split.head_name = "head" if recipe.last == "match" else recipe.last
-        return split
-
-
-_CNNS = ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"]
-_LARGE_RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
-_EIGHT = ["cnn", "googlenet", "mobilenet_v2", *_LARGE_RESNETS]
-_HEADS = ["", "+mlp512", "+mlp256", "+mlp128"]
-
-# Client i gets member i modulo the size of the group.
-GROUPS: dict[str, list[str]] = {
-    "papers": _CNNS,
-    "htfe2": ["cnn", "resnet18"],
-    "htfe3": ["resnet10", "resnet18", "resnet34"],
-    "htfe4": ["cnn", "googlenet", "mobilenet_v2", "resnet18"],
-    "htfe5": ["googlenet", "mobilenet_v2", "resnet18", "resnet34", "resnet50"],
-    "htfe8": _EIGHT,
-    "htfe9": ["resnet4", "resnet6", "resnet8", "resnet10", *_LARGE_RESNETS],
-    "res34-htc4": [f"resnet34{head}" for head in _HEADS],
-    # The head of client i is i modulo 4 here while the extractor is i modulo 8, so eight members cover both.
-    "htfe8-htc4": [f"{network}{head}" for network, head in zip(_EIGHT, _HEADS * 2, strict=True)],
-    "htm10": [*_EIGHT, "vit_b_16", "vit_b_32"],
-}
-
-GROUP_TITLES: dict[str, str] = {
-    "papers": "the five CNNs of pFedES, FedSSA, FedGH and DC-PFL",
-    "htfe2": "2 different extractors (FedTGP)",
-    "htfe3": "3 different extractors (FedTGP)",
-    "htfe4": "4 different extractors (FedTGP)",
-    "htfe5": "5 different extractors (later work on FedTGP's setting)",
-    "htfe8": "8 different extractors (FedTGP)",
-    "htfe9": "9 different extractors, all ResNets (FedTGP)",
-    "res34-htc4": "ResNet-34 with 4 different heads (FedTGP)",
-    "htfe8-htc4": "8 different extractors with 4 different heads (FedTGP)",
-    "htm10": "10 different networks, 2 of them transformers (later work on FedTGP's setting)",
-}
-
-AUXILIARIES: dict[str, str] = {
-    "papers": "cnn5",
-    **dict.fromkeys(("htfe2", "htfe4", "htfe8", "res34-htc4", "htfe8-htc4", "htm10"), "cnn"),
-    "htfe3": "resnet10",
-    "htfe5": "googlenet",
-    "htfe9": "resnet4",
-}
-"""The small common network of mutual-learning methods in each group."""
-
-# The networks of these groups differ in their number of features; FedTGP pools all of them to 512.
-_POOLED_FEATURES = 512
-
-
-def default_features(models: object) -> int | None:
-    """The number of features that a group of the papers prescribes; None leaves every network its own.
-
-    >>> default_features("htfe8"), default_features("papers"), default_features("cnn1,htfe2")
-    (512, None, 512)
-    """
-    return next((_POOLED_FEATURES for group in _named_groups(models) if group != "papers"), None)
-
-
-def default_auxiliary(models: object) -> str | None:
-    """The auxiliary network of the first group that is named; None if there is no group.
-
-    >>> default_auxiliary("htfe9"), default_auxiliary("cnn1, papers"), default_auxiliary("cnn1,cnn2")
-    ('resnet4', 'cnn5', None)
-    """
-    return next((AUXILIARIES[group] for group in _named_groups(models)), None)
-
-
-def _named_groups(models: object) -> list[str]:
-    """The groups among what describes networks, in order."""
-    if isinstance(models, str):
-        return [name for part in models.split(",") if (name := part.strip().lower()) in GROUPS]
-    if isinstance(models, Sequence):
-        return [name for part in models for name in _named_groups(part)]
-    return []
-
-
 Activation = Literal["relu", "none", "tanh"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "none": nn.Identity, "tanh": nn.Tanh}
@@ -365,7 +200,7 @@ class ProxyExtractor(nn.Module):
 
     def __init__(self, input_shape: Sequence[int], filters: int = 8, activation: Activation = "relu") -> None:
         super().__init__()
-        channels, _, _ = image_shape(input_shape, "the proxy extractor")
+        channels, _, _ = image_shape(input_shape, "the proxy extractor", network=False)
         if filters < 1:
             raise InputError(f"the proxy extractor needs at least 1 filter, not {filters}.")
         if activation not in _ACTIVATIONS:

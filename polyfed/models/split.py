@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.errors import InputError, first_line, unknown_name
+from polyfed.models import ends
 from polyfed.models.dryrun import Call, Trace, dry_run, example_images
+from polyfed.models.ends import same
 from polyfed.models.layers import Match, check_match, check_sizes, match_layer, seed_dropout
+from polyfed.shapes import as_shape
 
 
 class SplitNetwork(nn.Module):
@@ -30,6 +33,8 @@ class SplitNetwork(nn.Module):
         self.feature_size = feature_size
         self.head_name = ""
         """What the head is called in the network that was split; empty if the head is new."""
+        self.remarks: tuple[str, ...] = ()
+        """What the split has changed about the network, for the run's record."""
 
     def features(self, x: Tensor) -> Tensor:
         """The features of a batch of images: [batch, K]."""
@@ -53,6 +58,10 @@ def split_network(
 ) -> SplitNetwork:
     """Split a copy of a network at its last linear layer, or at the layer that `head` names.
 
+    Dropout and activations after that layer become part of the head. A softmax or sigmoid at the end is left out,
+    because the losses need raw logits, and a 1x1 convolution over which the mean is taken becomes a linear layer;
+    `remarks` says so. If the network returns a dictionary or a tuple, its logits are found in it.
+
     A dry run checks the shapes and that the split network computes what the network computes. Where `features` is
     given and is not the network's own number, the extractor is followed by a pooling or a learned projection and the
     head is made anew. `name` is what errors call the network.
@@ -65,20 +74,78 @@ def split_network(
     name = name or type(network).__name__
     _check_kind(network, name)
     network = seed_dropout(_copy(network, name))
-    images = example_images(network, tuple(input_shape))
+    images = example_images(network, as_shape(input_shape))
     if isinstance(network, SplitNetwork):
         return _checked(network, images, classes, features, name)
-    trace = dry_run(network, images, name, lambda path, layer: _may_be_head(path, layer, head))
-    call = _head_call(network, trace, head, name)
-    _check_output(trace, call, len(images), classes, name)
-    size = _feature_size(call, len(images), name)
+    trace = dry_run(network, images, name, lambda path, layer: ends.watched(path, layer, head))
+    if not isinstance(trace.output, Tensor):
+        named = _last_call(trace, head) if head else None
+        pick = ends.Pick(ends.logits_key(trace, named, len(images), classes, name))
+        network.register_forward_hook(pick)
+        output = pick(network, images, trace.output)
+        # Only what leads to the logits counts: other heads may come later.
+        trace = Trace(output, _until(trace.watched, output))
+    convolution = ends.convolution_at_end(trace, classes) if head is None else None
     placeholder = nn.Identity()
-    split = SplitNetwork(_replace(network, call.layer, placeholder), call.layer, size)
-    split.training, split.head_name = network.training, call.name
-    _check_unchanged(split, images, trace, call.name, name)
-    if features is None or features == size:
+    if convolution is not None:
+        split = _split_at_convolution(network, trace, convolution, placeholder, images, name)
+    else:
+        split = _split_at_layer(network, trace, head, placeholder, images, classes, name)
+    split.training = network.training
+    if features is None or features == split.feature_size:
         return split
     return _with_features(split, placeholder, features, classes, match, images)
+
+
+def _split_at_layer(
+    network: nn.Module,
+    trace: Trace,
+    head: str | None,
+    placeholder: nn.Module,
+    images: Tensor,
+    classes: int,
+    name: str,
+) -> SplitNetwork:
+    """Split at a layer that receives features and returns logits; what follows it goes with it or is left out."""
+    call = _head_call(network, trace, head, name)
+    tail = _check_output(network, trace, call, len(images), classes, name)
+    size = _feature_size(network, call, len(images), name)
+    for layer in (*tail.moved, *tail.dropped):
+        _replace(network, layer, nn.Identity())
+    extractor = _replace(network, call.layer, placeholder)
+    own = ends.untied(extractor, call.layer)
+    last = call.layer if own is None else own
+    split = SplitNetwork(extractor, nn.Sequential(last, *tail.moved) if tail.moved else last, size)
+    split.head_name = "" if tail.moved else call.name
+    _check_unchanged(split, images, tail.logits, call.name, name)
+    if tail.dropped:
+        kind = type(tail.dropped[0]).__name__
+        split.remarks += (f"{name} ends with {kind}, which is left out, because the losses need raw logits",)
+    if own is not None:
+        split.remarks += (
+            f"the head of {name} shares weights with its extractor; here each has its own, because the head may be "
+            "trained and sent alone",
+        )
+    return split
+
+
+def _split_at_convolution(
+    network: nn.Module, trace: Trace, call: Call, placeholder: nn.Module, images: Tensor, name: str
+) -> SplitNetwork:
+    """Split where a 1x1 convolution gives logits at every place, of which the network takes the mean."""
+    activation = ends.activation_after(trace, call)
+    if activation is not None:
+        _replace(network, activation, nn.Identity())
+    expected = dry_run(network, images, name).output if activation is not None else trace.output
+    extractor = _replace(network, call.layer, ends.MeanOverPlaces(placeholder))
+    head = ends.as_linear(call.layer)
+    split = SplitNetwork(extractor, head, head.in_features)
+    _check_unchanged(split, images, expected, call.name, name)
+    split.remarks = (f"the last convolution of {name}, '{call.name}', is a linear head on the mean over places",)
+    if activation is not None:
+        kind = type(activation).__name__
+        split.remarks += (f"{name} applies {kind} to its logits, which is left out, because logits have either sign",)
+    return split
 
 
 def _check_kind(network: nn.Module, name: str) -> None:
@@ -103,18 +170,29 @@ def _copy(network: nn.Module, name: str) -> nn.Module:
         raise InputError(f"{name} can't be copied, and every client needs a copy: {first_line(error)}.") from error
 
 
-def _may_be_head(path: str, layer: nn.Module, head: str | None) -> bool:
-    return isinstance(layer, nn.Linear) if head is None else path == head
+def _last_call(trace: Trace, head: str | None) -> Call | None:
+    """The last call of the layer of that name, or of any linear layer."""
+    for call in reversed(trace.watched):
+        if call.name == head or (head is None and isinstance(call.layer, nn.Linear)):
+            return call
+    return None
+
+
+def _until(calls: list[Call], output: object) -> list[Call]:
+    """The calls up to the one that gave this output; all if none did."""
+    last = max((number for number, call in enumerate(calls) if call.output is output), default=len(calls) - 1)
+    return calls[: last + 1]
 
 
 def _head_call(network: nn.Module, trace: Trace, head: str | None, name: str) -> Call:
     """The last call of the layer that becomes the head."""
-    if trace.watched:
-        return trace.watched[-1]
+    call = _last_call(trace, head)
+    if call is not None:
+        return call
     if head is None:
         raise InputError(
-            f"{name} has no linear layer to split at: end it with nn.Linear or name the layer that is its head "
-            "(--set head=NAME)."
+            f"{name} has no linear layer to split at ({ends.layers_shown(network)}): end it with nn.Linear or name the "
+            "layer that is its head (--set head=NAME)."
         )
     names = [path for path, _ in network.named_modules() if path]
     if head not in names:
@@ -124,14 +202,10 @@ def _head_call(network: nn.Module, trace: Trace, head: str | None, name: str) ->
     )
 
 
-def _check_output(trace: Trace, call: Call, batch: int, classes: int, name: str) -> None:
-    """The network's output must be logits for these classes, straight from the head."""
+def _check_output(network: nn.Module, trace: Trace, call: Call, batch: int, classes: int, name: str) -> ends.Tail:
+    """The network's output must be logits for these classes, from the head or from what can be moved with it."""
     layer = _described(call)
-    if not isinstance(trace.output, Tensor):
-        kind = type(trace.output).__name__
-        raise InputError(
-            f"{name} must return one tensor of logits, [batch, {classes}], but it returns a value of type {kind}."
-        )
+    assert isinstance(trace.output, Tensor)
     if trace.output.shape != (batch, classes):
         given = ", ".join(str(side) for side in trace.output.shape[1:])
         flat = trace.output.dim() == 2
@@ -140,20 +214,25 @@ def _check_output(trace: Trace, call: Call, batch: int, classes: int, name: str)
             f"{name} returns outputs of shape [batch, {given}], but {classes} classes need [batch, {classes}]: "
             f"{remedy}."
         )
-    if not _same(trace.output, call.output):
-        others = [other for other in trace.watched if other.name != call.name and _same(trace.output, other.output)]
-        if others:
-            raise InputError(
-                f"{name} can't be split at {layer}, whose output it does not use: its logits come from "
-                f"'{others[-1].name}', so name that as its head (--set head={others[-1].name})."
-            )
-        after = trace.layers_after(call.name)
-        follower = f"'{after[0]}'" if after else "something in its forward method"
+    tail = ends.tail_of(trace, call)
+    if isinstance(tail, ends.Tail):
+        return tail
+    others = [
+        other
+        for other in trace.watched
+        if other.name != call.name and isinstance(other.layer, nn.Linear) and same(trace.output, other.output)
+    ]
+    if others:
         raise InputError(
-            f"{name} can't be split at {layer}, because {follower} changes that layer's output: "
-            "end the network with that layer and return raw logits (the losses apply softmax themselves), or name "
-            "another layer as its head (--set head=NAME)."
+            f"{name} can't be split at {layer}, whose output it does not use: its logits come from "
+            f"'{others[-1].name}', so name that as its head (--set head={others[-1].name})."
         )
+    follower = "something in its forward method" if tail is None else f"'{tail.name}'"
+    raise InputError(
+        f"{name} can't be split at {layer}, because {follower} changes that layer's output: end the network with that "
+        "layer and return raw logits (the losses apply softmax themselves), or name another layer as its head "
+        f"(--set head=NAME; {ends.layers_shown(network)})."
+    )
 
 
 def _described(call: Call) -> str:
@@ -162,13 +241,14 @@ def _described(call: Call) -> str:
     return f"its last linear layer '{call.name}'" if isinstance(call.layer, nn.Linear) else f"its head '{call.name}'"
 
 
-def _feature_size(call: Call, batch: int, name: str) -> int:
+def _feature_size(network: nn.Module, call: Call, batch: int, name: str) -> int:
     features = call.inputs[0] if call.inputs else None
     if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != batch:
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise InputError(
             f"{name} can't be split at {_described(call)}, which receives {shape} for {batch} images: "
-            f"it must receive one row of features per image, [{batch}, K]."
+            f"it must receive one row of features per image, [{batch}, K] (to name another layer as its head, "
+            f"--set head=NAME; {ends.layers_shown(network)})."
         )
     return features.shape[1]
 
@@ -187,14 +267,16 @@ def _with_features(
 ) -> SplitNetwork:
     """The same extractor, brought to another number of features where its head was, and a new linear head."""
     with images.device:
-        matcher = match_layer(split.feature_size, features, match).to(images.dtype)
-        head = nn.Linear(features, classes).to(images.dtype)
+        matcher = match_layer(split.feature_size, features, match).float()
+        head: nn.Module = nn.Linear(features, classes).float()
+    if isinstance(split.head, nn.Sequential) and not split.head_name:  # what followed the last layer still does
+        head = nn.Sequential(head, *list(split.head)[1:])
     matched = SplitNetwork(_replace(split.extractor, placeholder, matcher), head, features)
-    matched.training = split.training
+    matched.training, matched.remarks = split.training, split.remarks
     return matched
 
 
-def _check_unchanged(split: SplitNetwork, images: Tensor, trace: Trace, path: str, name: str) -> None:
+def _check_unchanged(split: SplitNetwork, images: Tensor, expected: object, path: str, name: str) -> None:
     try:
         output = dry_run(split, images, name).output
     except InputError as error:
@@ -202,7 +284,7 @@ def _check_unchanged(split: SplitNetwork, images: Tensor, trace: Trace, path: st
         raise InputError(
             f"{name} can't be split at its layer '{path}', because it fails without it: {reason}."
         ) from error
-    if not _same(trace.output, output):
+    if not same(expected, output):
         raise InputError(
             f"{name} can't be split at its layer '{path}', because the two parts together return a different output: "
             "call that layer once, last, and don't read its weights elsewhere."
@@ -224,10 +306,3 @@ def _checked(network: SplitNetwork, images: Tensor, classes: int, features: int 
             shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InputError(f"{name} returns {part} {shape} for 2 images, but it should return [2, {columns}].")
     return network
-
-
-def _same(one: object, other: object) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
-        return False
-    # A tensor on the "meta" device has a shape but no values to compare.
-    return one.is_meta or torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)

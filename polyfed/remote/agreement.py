@@ -10,6 +10,7 @@ from typing import Any
 from polyfed.errors import InputError, unknown_name
 from polyfed.ranges import typed
 from polyfed.remote.transport import Patience
+from polyfed.shapes import TokenShape
 
 LONGEST = 60
 """Characters of a value that a sentence shows."""
@@ -43,6 +44,9 @@ class Agreement:
     """With fewer members present the run pauses; None: all are needed."""
     terms: Mapping[str, Any] = field(default_factory=dict)
     """What the members agreed on, as plain values; every site compares it with its own before it joins."""
+    vocabulary: int | None = None
+    padding: int | None = None
+    """What a dataset says about its token ids, where samples are such."""
 
     def __post_init__(self) -> None:
         if sorted(self.members.values()) != list(range(len(self.members))):
@@ -50,6 +54,11 @@ class Agreement:
                 f"the members are clients {sorted(self.members.values())}, but must be numbered from 0 to "
                 f"{len(self.members) - 1}, each once."
             )
+        if isinstance(self.input_shape, TokenShape):  # plain values only, which survive JSON
+            shape = self.input_shape
+            plain = {"input_shape": tuple(shape), "vocabulary": shape.vocabulary, "padding": shape.padding}
+            for name, value in plain.items():
+                object.__setattr__(self, name, value)
         for name in ("enough_replies", "minimum_members"):
             value = getattr(self, name)
             if value is not None and (not _is_number(value, int) or not 1 <= value <= len(self.members)):

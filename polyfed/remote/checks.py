@@ -23,6 +23,7 @@ from polyfed.models import SplitNetwork
 from polyfed.population import Population
 from polyfed.profile import Profile, network_profile
 from polyfed.seeds import watched
+from polyfed.shapes import kind_of
 
 LARGEST_VALUE = 1e9
 """No weight, feature or logit of a network that works is larger."""
@@ -58,7 +59,8 @@ def rules_of(method: Method) -> tuple[str, ...]:
         with watched(), torch.no_grad():
             model = common_model(method)
             network = ClientNetwork(model, method.client_modules(model)).eval()
-            return tuple(method.predict(network, torch.zeros(1, *method.task.input_shape)))
+            shape = method.task.input_shape
+            return tuple(method.predict(network, torch.zeros(1, *shape, dtype=kind_of(shape))))
     except Exception:  # a user's method may need more of a network than its features and its head
         return ()
 

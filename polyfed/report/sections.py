@@ -243,7 +243,7 @@ def _representations(material: Material, *, trust: bool) -> Section:
 def _add_prototypes(material: Material, parts: Parts) -> None:
     found = []
     for run in material.first_runs:
-        if run.outcome and run.method in ("fedproto", "fedtgp"):
+        if run.outcome and run.method in ("fedproto", "fedtgp", "fedorgp", "protonorm"):
             with parts.attempt(f"prototypes of {run.name}"):
                 found.append(learned.prototypes(run))
     frames = [frame for frame in found if frame is not None and len(frame) > 1]

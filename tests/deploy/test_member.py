@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from polyfed.deploy.member import Member, read_member, simulated
 from polyfed.engines import SequentialEngine
 from polyfed.errors import InputError
+from polyfed.message import Message
 from polyfed.records import RunFolder
 from polyfed.remote import InMemoryTransport, RemoteEngine
 from polyfed.server.federation import Federation
@@ -164,6 +165,16 @@ def test_float_data_are_agreed_on_by_leaving_mean_and_std_out(tmp_path: Path) ->
     assert found.images.dtype == torch.float32 and found.mean == ()
 
 
+def test_a_site_with_token_ids_trains_if_its_vocabulary_is_the_agreed_one(tmp_path: Path) -> None:
+    task = {"input_shape": [9], "mean": [], "std": [], "vocabulary": 20, "padding": 0, "features": 128}
+    member = one(tmp_path, terms={"task": task}, data="tests.kinds:texts", network="text_gru")
+    engine = SequentialEngine(member.population())
+    (reply,) = engine.train(1, {0: Message()})
+    assert reply.failure == "" and reply.loss > 0
+    with pytest.raises(InputError, match="have the vocabulary 20 and the padding 0, but the federation agreed on 21"):
+        _ = one(tmp_path, terms={"task": {**task, "vocabulary": 21}}, data="tests.kinds:texts").dataset
+
+
 @pytest.mark.parametrize("function", ["arrays", "dataset", "pairs", "listed"])
 def test_data_from_a_function_beside_the_file(tmp_path: Path, function: str) -> None:
     """Arrays, a Dataset and pairs have integer labels; a torch dataset that lists classes has names."""
@@ -185,10 +196,15 @@ def test_data_from_a_function_beside_the_file(tmp_path: Path, function: str) -> 
     assert found.mean == (0.5,)
 
 
+def test_a_site_is_one_client(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="of 'motion' are those of 12 clients, but a site is one client"):
+        _ = one(tmp_path, data="motion").dataset
+
+
 def test_a_function_that_fails_or_gives_something_else(tmp_path: Path) -> None:
     (tmp_path / "amber").mkdir()
     (tmp_path / "amber" / "own_bad.py").write_text("def none(): return 3\ndef fails(): raise KeyError('ward 7')\n")
-    with pytest.raises(InputError, match="own_bad:none gives a value of type int, but must be"):
+    with pytest.raises(InputError, match="own_bad:none gives a value of type int, which holds no samples with labels"):
         _ = one(tmp_path, data="own_bad:none").dataset
     with pytest.raises(InputError, match=r"own_bad:fails\(\) fails: 'ward 7' \(.*own_bad.py, line 2\)"):
         _ = one(tmp_path, data="own_bad:fails").dataset

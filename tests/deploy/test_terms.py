@@ -14,6 +14,8 @@ import polyfed
 from polyfed.deploy.terms import Terms, read_terms, terms_of
 from polyfed.errors import InputError
 from polyfed.methods.base import Server
+from polyfed.remote.agreement import Agreement
+from polyfed.shapes import TokenShape
 from tests.deploy.files import NAMES, public_key, terms, write_terms
 
 
@@ -68,6 +70,12 @@ def test_a_server_without_any_members_network_can_construct_every_method(name: s
         ({"task": {"std": []}}, "task.std has 0 values, but images"),
         ({"task": {"std": [0.0]}}, r"task.std is \[0.0\], but every value must be above 0"),
         ({"task": {"input_shape": [5]}}, r"task.mean and task.std are for images .* is \[5\]: leave them out"),
+        ({"task": {"padding": 0}}, "task.padding is for token ids: give task.vocabulary too"),
+        ({"task": {"vocabulary": 9}}, r"for token ids, .* but task.input_shape is \[1, 6, 6\]"),
+        (
+            {"task": {"vocabulary": 9, "padding": 9, "input_shape": [5], "mean": [], "std": []}},
+            "task.padding is 9, but must be one of the ids 0 to 8",
+        ),
         ({"task": {"feature": 3}}, "unknown setting 'task.feature': did you mean 'features'"),
         ({"task": {"features": None}}, "fedproto needs the same number of features in every network: set task.feat"),
         ({"method": "fedgen", "task": {"features": None}}, "fedgen needs the same head .* set task.features"),
@@ -114,6 +122,17 @@ def test_an_agreement_carries_the_servers_patience_and_the_task() -> None:
     assert (found.run, found.classes, found.input_shape, found.mean, found.std) == (
         "trial-1", 4, (1, 6, 6), (0.5,), (0.25,)
     )  # fmt: skip
+
+
+def test_token_ids_are_agreed_on_with_their_vocabulary() -> None:
+    task = {"input_shape": [9], "mean": [], "std": [], "vocabulary": 20, "padding": 0, "auxiliary": None}
+    found = made(task=task)
+    shape = found.task().input_shape
+    assert isinstance(shape, TokenShape)
+    assert (shape, shape.vocabulary, shape.padding) == ((9,), 20, 0)
+    agreement = found.agreement()
+    assert (agreement.input_shape, agreement.vocabulary, agreement.padding) == ((9,), 20, 0)
+    assert Agreement.from_dict(json.loads(json.dumps(agreement.to_dict()))) == agreement
 
 
 def test_the_servers_experiment_has_as_many_clients_as_members_and_a_checkpoint_in_every_round() -> None:

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.data import Dataset
+from polyfed.engines import SequentialEngine
 from polyfed.engines.client.flops import ClientFlops, count_flops
 from polyfed.methods.base import Phase
 from polyfed.population import Population
+from tests import support
+from tests.kinds import texts
 
 CONV1, CONV2, FC1, FC2, FC3 = 28 * 28 * 16 * 75, 10 * 10 * 32 * 400, 800 * 2000, 2000 * 500, 500 * 10
 FORWARD = 2 * (CONV1 + CONV2 + FC1 + FC2 + FC3)
@@ -55,3 +59,46 @@ def test_parts_add_up_to_all_samples(samples: int) -> None:
         for name, part in (("first", (0.0, 0.5)), ("second", (0.5, 1.0)))
     ]
     assert sum(stop - start for start, stop in halves) == samples
+
+
+class Reader(nn.Module):
+    """Token vectors, a layer over them, and a linear layer on its last step."""
+
+    def __init__(self, layer: nn.Module, looks: bool = False) -> None:
+        super().__init__()
+        self.vectors, self.layer, self.out = nn.Embedding(20, 6), layer, nn.Linear(6, 4)
+        self.looks = looks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.looks and int(ids.sum()) < 0:  # a decision about values, which tensors without content do not have
+            return ids
+        found = self.layer(self.vectors(ids))
+        steps = found[0] if isinstance(found, tuple) else found
+        logits: Tensor = self.out(steps[:, -1])
+        return logits
+
+
+LAYERS = {
+    # Each step multiplies 6 numbers with 4 gates of 6, twice.
+    "lstm": (nn.LSTM(6, 6, batch_first=True), 9 * 2 * (2 * 4 * 6 * 6)),
+    "gru": (nn.GRU(6, 6, batch_first=True), 9 * 2 * (2 * 3 * 6 * 6)),
+    # Query, key, value and answer of 6 x 6, two layers of 6 x 12; scores and means over 9 steps for each of 9.
+    "attention": (
+        nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
+        9 * 2 * (4 * 6 * 6 + 2 * 6 * 12) + 2 * 2 * 9 * 9 * 6,
+    ),
+    # A lookup multiplies nothing.
+    "nothing": (nn.Identity(), 0),
+}
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_for_sequences_are_counted_with_and_without_content(kind: str, looks: bool) -> None:
+    """The pass for prototypes is one forward without the head; fused kernels would hide its products."""
+    layer, forward = LAYERS[kind]
+    clients = support.population("fedproto", data=texts(), models=[Reader(layer, looks)])
+    engine = SequentialEngine(clients)
+    flops = engine._client_flops(0)
+    assert flops.collect == forward
+    assert flops.phases["model"] >= 2 * forward + 2 * 3 * 6 * 4 - 9 * 2 * 4 * 6 * 6

@@ -14,7 +14,10 @@ from polyfed.addresses import trusting
 from tests import support
 from tests.export.runs import NAMES, finished, pictures, some
 
-RULES = {"fedproto": "prototypes", "fedtgp": "prototypes", "fedapen": "ensemble", "fedmrl": "fused"}
+RULES = {
+    "fedproto": "prototypes", "fedtgp": "prototypes", "protonorm": "prototypes", "fedapen": "ensemble",
+    "fedmrl": "fused",
+}  # fmt: skip
 
 
 def same(model: polyfed.ClientModel, result: polyfed.Result, client: int, x: torch.Tensor) -> None:

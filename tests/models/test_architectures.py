@@ -18,6 +18,7 @@ from polyfed.assemble import assemble
 from polyfed.config import experiment
 from polyfed.errors import InputError
 from polyfed.models import GROUPS, Architecture, SplitNetwork, assign, default_auxiliary, resolve, smallest
+from polyfed.shapes import TokenShape
 from tests import support
 
 SHAPE, CLASSES = (1, 16, 16), 4
@@ -173,11 +174,23 @@ def test_errors_of_the_users_modules_name_the_module(folder: Path) -> None:
         resolve("hospital_networks:smal")
 
 
+def test_factories_for_token_ids_are_given_their_vocabulary() -> None:
+    seen = {}
+
+    def reader(vocab_size: int, padding_idx: int, classes: int, channels: int = 1) -> nn.Module:
+        seen.update(vocab_size=vocab_size, padding_idx=padding_idx, channels=channels)
+        return nn.Sequential(nn.Embedding(vocab_size, 4, padding_idx=padding_idx), nn.Flatten(), nn.Linear(36, classes))
+
+    network = resolve(reader)[0].build(TokenShape((9,), vocabulary=20, padding=3), CLASSES)
+    assert seen == {"vocab_size": 20, "padding_idx": 3, "channels": 1}
+    assert network(torch.full((2, 9), 19)).shape == (2, CLASSES)
+    with pytest.raises(InputError, match="vocab_size"):
+        resolve(reader)[0].build((9,), CLASSES)
+
+
 def test_torchvision_by_address() -> None:
-    architecture = resolve("torchvision.models:squeezenet1_1")[0]
-    with pytest.raises(InputError, match="no linear layer to split at"):
-        architecture.build((3, 32, 32), CLASSES)
     with torch.device("meta"):
+        assert resolve("torchvision.models:squeezenet1_1")[0].build((3, 32, 32), CLASSES).feature_size == 512
         assert resolve("torchvision.models:resnet18")[0].build((3, 32, 32), CLASSES).feature_size == 512
 
 
@@ -219,6 +232,7 @@ def test_every_group_has_an_auxiliary_network() -> None:
     assert {group: default_auxiliary(group) for group in GROUPS} == {
         "papers": "cnn5", "htfe2": "cnn", "htfe3": "resnet10", "htfe4": "cnn", "htfe5": "googlenet", "htfe8": "cnn",
         "htfe9": "resnet4", "res34-htc4": "cnn", "htfe8-htc4": "cnn", "htm10": "cnn",
+        "signal4": "signal_cnn4", "text4": "text_cnn", "tabular4": "tabular_mlp4",
     }  # fmt: skip
     assert default_auxiliary(["cnn1", "HTFE3"]) == "resnet10"
 

@@ -120,7 +120,9 @@ def test_the_auxiliary_network_of_htfe8() -> None:
     assert parameter_count(shapes_only(default_auxiliary("htfe8") or "", CIFAR, 100, features=512)) == 924_708
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if not name.startswith("vit")])
+@pytest.mark.parametrize(
+    "name", [name for name in NETWORKS if not name.startswith(("vit", "signal", "text", "tabular"))]
+)
 def test_any_number_of_channels(name: str) -> None:
     images = torch.zeros(2, 1, 28, 28, device="meta")
     assert shapes_only(name, MNIST, 10).eval()(images).shape == (2, 10)
@@ -167,6 +169,9 @@ def test_groups_have_the_members_of_the_papers() -> None:
         "res34-htc4": 4,
         "htfe8-htc4": 8,
         "htm10": 10,
+        "signal4": 4,
+        "text4": 4,
+        "tabular4": 4,
     }
     assert GROUPS.keys() == GROUP_TITLES.keys()
     assert GROUPS["htfe9"][:5] == ["resnet4", "resnet6", "resnet8", "resnet10", "resnet18"]
@@ -177,8 +182,9 @@ def test_groups_have_the_members_of_the_papers() -> None:
 
 
 def test_groups_prescribe_their_number_of_features() -> None:
-    assert default_features("papers") is None
-    assert {default_features(group) for group in GROUPS if group != "papers"} == {512}
+    equal = {"papers", "signal4", "text4", "tabular4"}
+    assert {default_features(group) for group in equal} == {None}
+    assert {default_features(group) for group in GROUPS.keys() - equal} == {512}
     assert default_features("resnet18") is None
     assert default_features(["cnn1", "HtFE8"]) == 512
     assert default_features(nn.Linear) is None

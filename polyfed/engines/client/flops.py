@@ -7,16 +7,19 @@ element-wise work and the server's steps do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyfed.methods.base import Batch, Method, Phase
 from polyfed.methods.parts.network import ClientNetwork
+from polyfed.shapes import kind_of
 
 _SAMPLES = 2  # batch norm needs two
 
@@ -39,7 +42,8 @@ def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
     from polyfed.engines.client.round import set_modes
 
     device = next(network.parameters()).device
-    x = torch.zeros(_SAMPLES, *method.task.input_shape, device=device)
+    shape = method.task.input_shape
+    x = torch.zeros(_SAMPLES, *shape, device=device, dtype=kind_of(shape))
     y = torch.zeros(_SAMPLES, dtype=torch.int64, device=device)
 
     def step(phase: Phase) -> None:
@@ -55,13 +59,35 @@ def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
         with torch.no_grad():
             return method.collect.of(network.eval(), x) if method.collect else None
 
-    phases = {phase.name: _count(partial(step, phase)) for phase in method.phases()}
-    collected = _count(gather)
+    with _unfused(network, device):
+        phases = {phase.name: _count(partial(step, phase)) for phase in method.phases()}
+        collected = _count(gather)
     if method.collect and method.collect.covariance:
         vectors = gather()
         assert vectors is not None
         collected += 2 * vectors.shape[1] ** 2  # a sample's product with itself
     return ClientFlops(phases, collected)
+
+
+@contextmanager
+def _unfused(network: ClientNetwork, device: torch.device) -> Iterator[None]:
+    """Inside, recurrent and attention layers do without their fused kernels, whose products the counter does not see.
+
+    Tensors without content never reach these kernels.
+    """
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    if device.type == "meta" or not any(isinstance(module, kinds) for module in network.modules()):
+        yield
+        return
+    attends = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=False):
+            warnings.simplefilter("ignore")  # about kinds of GPUs that are not there
+            with torch.backends.mkldnn.flags(enabled=False):
+                yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(attends)
 
 
 def _count(work: Callable[[], object]) -> float:

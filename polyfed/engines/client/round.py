@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,8 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
 
 def upload(population: Population, client: int, answer: Trained) -> Message:
     """What leaves a client: the one door through which every upload passes, whatever the engine."""
-    message = population.method.upload(answer)
+    drawing = replace(answer, generator=population.generator("upload", answer.round, client))
+    message = population.method.upload(drawing)
     for step in population.steps:
         message = step(message, answer.round, client)
     return message.snapshot(population.method.heavy)

@@ -46,6 +46,55 @@ class PrototypeMethod(Method):
     collect = Collect()
     kept_fresh = ("prototypes",)
 
+    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
+        return {"prototypes": Prototypes(self.task.classes, model.feature_size)}
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        own = {"prototypes.own": client.counts > 0}
+        if not message.tensors:
+            return own
+        return own | store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        features = net.features(batch.x)
+        return cross_entropy(net.head(features), batch.y) + self.pull(net, features, batch)
+
+    def pull(self, net: ClientNetwork, features: Tensor, batch: Batch) -> Tensor:
+        """The loss's second term, weighted, per sample; zero for a class without a global prototype."""
+        raise TypeError(f"{type(self).__name__} must say how features are pulled towards prototypes.")
+
+    def upload(self, client: Trained) -> Message:
+        assert client.statistics is not None
+        return Message({"prototypes": client.statistics.means}, {"labels": client.statistics.labels})
+
+    def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
+        features = net.features(x)
+        classifier = net.head(features)
+        closeness, known, own = self.closeness(net, features), net.prototypes.known, net.prototypes.own
+        # Before the first prototypes arrive there is only the classifier.
+        nearest = torch.where(known.any(), closeness, classifier)
+        nearest_own = torch.where((known & own).any(), torch.where(own, closeness, -torch.inf), classifier)
+        return {"prototypes": nearest, "classifier": classifier, "own-prototypes": nearest_own}
+
+    def closeness(self, net: ClientNetwork, features: Tensor) -> Tensor:
+        """Scores of features by the prototypes [batch, classes], the nearest highest; minus infinity where unknown."""
+        scores: Tensor = net.prototypes.closeness(features)
+        return scores
+
+    def start(self, server: Server) -> None:
+        empty = ClassVectors(self.task.classes, self.task.feature_size)
+        server.state.update({f"prototypes.{name}": tensor for name, tensor in empty.state_dict().items()})
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        return known_vectors(server.state, "prototypes")
+
+    def schema(self) -> Schema:
+        return class_vectors_schema("prototypes", self.task.classes, self.task.feature_size)
+
+
+class DistanceMethod(PrototypeMethod):
+    """Features are pulled by their distance to the prototype, Euclidean or squared."""
+
     class Config(Method.Config):
         weight: float | None = Field(
             None, ge=0, description="weight of the distance to the prototype; none: 0.1 for euclidean, 10 for mse"
@@ -60,49 +109,15 @@ class PrototypeMethod(Method):
 
     config: Config
 
-    def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
-        return {"prototypes": Prototypes(self.task.classes, model.feature_size)}
-
-    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
-        own = {"prototypes.own": client.counts > 0}
-        if not message.tensors:
-            return own
-        return own | store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
-
-    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+    def pull(self, net: ClientNetwork, features: Tensor, batch: Batch) -> Tensor:
         config = self.config
         weight = config.weight if config.weight is not None else {"euclidean": 0.1, "mse": 10.0}[config.distance]
-        features = net.features(batch.x)
-        # A class without a global prototype has no second term.
         away: Tensor = (
             net.prototypes.distance(features, batch.y, config.distance)
             if config.penalty == "samples"
             else distance_of_means(net.prototypes, features, batch, config.distance)
         )
-        return cross_entropy(net.head(features), batch.y) + weight * away
-
-    def upload(self, client: Trained) -> Message:
-        assert client.statistics is not None
-        return Message({"prototypes": client.statistics.means}, {"labels": client.statistics.labels})
-
-    def predict(self, net: ClientNetwork, x: Tensor) -> dict[str, Tensor]:
-        features = net.features(x)
-        classifier = net.head(features)
-        closeness, known, own = net.prototypes.closeness(features), net.prototypes.known, net.prototypes.own
-        # Before the first prototypes arrive there is only the classifier.
-        nearest = torch.where(known.any(), closeness, classifier)
-        nearest_own = torch.where((known & own).any(), torch.where(own, closeness, -torch.inf), classifier)
-        return {"prototypes": nearest, "classifier": classifier, "own-prototypes": nearest_own}
-
-    def start(self, server: Server) -> None:
-        empty = ClassVectors(self.task.classes, self.task.feature_size)
-        server.state.update({f"prototypes.{name}": tensor for name, tensor in empty.state_dict().items()})
-
-    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
-        return known_vectors(server.state, "prototypes")
-
-    def schema(self) -> Schema:
-        return class_vectors_schema("prototypes", self.task.classes, self.task.feature_size)
+        return weight * away
 
 
 def distance_of_means(

@@ -39,6 +39,26 @@ def distance(a: Tensor, b: Tensor, kind: Literal["euclidean", "mse"] = "euclidea
     return torch.where(positive, torch.where(positive, total, 1.0).sqrt(), 0.0)
 
 
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """The vectors at length one; a vector shorter than 1e-12 has no direction and becomes zero, with gradient zero.
+
+    Features are zero where a ReLU has died; dividing them by a small number instead would give gradients of 1e12.
+    """
+    exact = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    squares = exact.square().sum(-1, keepdim=True)
+    long = squares > 1e-24
+    return torch.where(long, exact * torch.where(long, squares, 1.0).rsqrt(), 0.0)
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of the angle between vectors along the last axis; zero, with gradient zero, where one has no direction.
+
+    >>> cosine(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    tensor([0.6000, 0.0000])
+    """
+    return (unit_vectors(a) * unit_vectors(b)).sum(-1)
+
+
 def part_of(state: Mapping[str, Tensor], module: str) -> State:
     """The float tensors of one module in a flat state; integer counters of batch norm stay with the client.
 
@@ -104,10 +124,17 @@ class ClassVectors(nn.Module):
         """Distance of each vector to the vector of its class; zero where that is unknown."""
         return torch.where(self.known[labels], distance(vectors, self.vectors[labels], kind), 0.0)
 
-    def closeness(self, vectors: Tensor) -> Tensor:
-        """Scores [batch, classes] for prediction: minus the Euclidean distance, minus infinity where unknown."""
+    def closeness(self, vectors: Tensor, *, directions: bool = False) -> Tensor:
+        """Scores [batch, classes] for prediction: minus the Euclidean distance, minus infinity where unknown.
+
+        With `directions`, lengths do not count: all vectors are brought to length one, so the nearest one has the
+        largest cosine.
+        """
+        own = self.vectors
+        if directions:
+            vectors, own = unit_vectors(vectors), unit_vectors(own)
         # Not by expanding the square: its terms cancel, and a GPU may round them to 10 bits first.
-        distances = torch.cdist(vectors, self.vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        distances = torch.cdist(vectors, own, compute_mode="donot_use_mm_for_euclid_dist")
         return torch.where(self.known, -distances, -torch.inf)
 
 

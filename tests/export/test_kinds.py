@@ -1,0 +1,65 @@
+"""Models for token ids and signals leave their run like those for images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import polyfed
+from polyfed.errors import InputError
+from polyfed.export.files import read_samples
+from tests.export.runs import finished
+from tests.kinds import signals, texts
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+@pytest.mark.parametrize("models", ["text_cnn,text_transformer", "text_gru,text_lstm"])
+def test_token_ids(tmp_path: Path, models: str, format: str) -> None:
+    data = texts()
+    result = finished(tmp_path / "run", "fedproto", models, data)
+    for client in range(2):
+        out = tmp_path / f"out{client}"
+        polyfed.export_client(tmp_path / "run", client, out, format=format)  # checked on random ids of the vocabulary
+        model = polyfed.load_client(out, trust=True)
+        found = model.predict(data.images[:5].numpy()).probabilities
+        assert torch.allclose(found, result.predict(client, data.images[:5]).probabilities, atol=1e-5)
+        assert len(model.predict(data.images[0])) == 1
+    inputs = json.loads((out / "card.json").read_text())["inputs"]
+    assert (inputs["vocabulary"], inputs["padding"], inputs["pixels"]) == (20, 0, False)
+    assert "int64 token ids of shape 9, from 0 to 19; 0 fills short samples" in (out / "README.md").read_text()
+
+
+def test_samples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    result = finished(tmp_path / "run", "standalone", "text_cnn", texts())
+    for x, words in (
+        (np.zeros((2, 9)), "trained on token ids"),
+        (np.full((2, 9), 20), "the run's vocabulary has the ids 0 to 19"),
+        (np.zeros((2, 8), np.int64), r"the run's have the shape \(9,\)"),
+    ):
+        with pytest.raises(InputError, match=words):
+            result.predict(0, x)
+
+
+def test_files_of_token_ids(tmp_path: Path) -> None:
+    finished(tmp_path / "run", "standalone", "text_cnn", texts())
+    inputs = polyfed.load_client(tmp_path / "run", 0).inputs
+    np.savez(tmp_path / "some.npz", x=texts().images[:3].numpy())
+    (tmp_path / "some.csv").write_text("\n".join(",".join(map(str, row)) for row in texts().images[:3].tolist()))
+    for name in ("some.npz", "some.csv"):
+        assert torch.equal(read_samples(tmp_path / name, inputs).batch, texts().images[:3])
+    (tmp_path / "halves.csv").write_text("0.5,1,2,3,4,5,6,7,8")
+    with pytest.raises(InputError, match="not whole numbers: this model needs token ids"):
+        read_samples(tmp_path / "halves.csv", inputs)
+
+
+def test_signals(tmp_path: Path) -> None:
+    data = signals()
+    result = finished(tmp_path / "run", "fml", "signal4", data)
+    polyfed.export_client(tmp_path / "run", 1, tmp_path / "out", format="torch")
+    model = polyfed.load_client(tmp_path / "out", trust=True)
+    expected = result.predict(1, data.images[:5]).probabilities
+    assert torch.allclose(model.predict(data.images[:5]).probabilities, expected, atol=1e-5)
