@@ -101,11 +101,13 @@ class Script(support.Party):
 
 def alone(real: support.Federation, folder: Path) -> RunFolder:
     """The two honest members in a simulation; the third one never comes."""
+    sys.modules.pop("own", None)  # another test's module of that name
     members = real.members()
     people = simulated(members)
     config = members[0].terms.experiment()
     run = Federation(config, people.method, Two(people), RunFolder.create(folder, config))
     run.run()
+    sys.modules.pop("own", None)
     return run.folder
 
 
