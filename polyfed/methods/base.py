@@ -324,6 +324,11 @@ class Method:
     A client that does not take part in a round is scored as if it had received that round's download, like the
     participants. After a run, predictions use the server's final state.
     """
+    receives: ClassVar[tuple[str, ...] | None] = None
+    """Modules, or single entries of a client's state, that a download may change; None: any.
+
+    A site protects the rest from its server. Without it, `kept_fresh` counts where it names modules.
+    """
     grid: ClassVar[Mapping[str, Sequence[object]]] = {}
     """Values of its options that are worth trying, in ascending order: what its paper searched, or ours."""
     heavy: ClassVar[tuple[str, ...]] = ()
@@ -351,6 +356,11 @@ class Method:
     def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         """The entries of the client's state that a download changes; by default those of the same names."""
         return dict(message.tensors)
+
+    @property
+    def receivable(self) -> tuple[str, ...] | None:
+        """What a download may change; None: any entry of a client's state."""
+        return self.receives if self.receives is not None else self.kept_fresh or None
 
     def refreshed(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         """The client's state after one more download, as far as it holds nothing but the server's knowledge."""

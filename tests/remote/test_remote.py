@@ -250,7 +250,7 @@ def test_a_lost_site_comes_back_with_its_state(tmp_path: Path) -> None:
     """One site is started anew before every question; it answers as one that runs on."""
     answers: dict[str, list[Any]] = {"steady": [], "lost": []}
     for name, said in answers.items():
-        _, people = setting("standalone")
+        _, people = setting("standalone", rounds=4)
         terms = agreement(people)
         site = Site("amber", terms, people.slice([0]), tmp_path / name)
         for round in (1, 2, 4):
@@ -264,7 +264,7 @@ def test_a_lost_site_comes_back_with_its_state(tmp_path: Path) -> None:
 
 def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> None:
     """After rounds 1, 2, 3: asked for 3 or 2 again the site repeats its answer, for 1 it refuses in a sentence."""
-    _, people = setting("standalone")
+    _, people = setting("standalone", rounds=4)
     site = new_sites(people, tmp_path, agreement(people))["amber"]
     said = {round: ask(site, "train", round=round).facts for round in (1, 2, 3)}
     assert ask(site, "train", round=3).facts == said[3]

@@ -37,16 +37,32 @@ LARGEST_LOSS = 1e9
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
     """Write a download into the client's state, in place; the state keeps no reference to the message."""
-    moved = on_device(message, population.device)
-    changed = population.method.receive(state, moved, population.knowledge(client, round))
-    fresh = population.method.kept_fresh
+    for name, tensor in changes(population, client, state, message, round).items():
+        state[name].copy_(tensor)
+
+
+def changes(population: Population, client: int, state: State, message: Message, round: int) -> State:
+    """The entries of a client's state that a download changes, all of which it has and may change.
+
+    A sentence names no shape of the client's own: a site sends it to a server that may be hostile.
+    """
+    method = population.method
+    changed = method.receive(state, on_device(message, population.device), population.knowledge(client, round))
+    fresh, allowed = method.kept_fresh, method.receivable
     for name, tensor in changed.items():
         if fresh and name.split(".")[0] not in fresh:
             raise InputError(
-                f"{population.method.name} names {', '.join(fresh)} in kept_fresh, but its receive changes {name} too: "
+                f"{method.name} names {', '.join(fresh)} in kept_fresh, but its receive changes {name} too: "
                 "leave kept_fresh empty, or receive nothing else."
             )
-        state[name].copy_(tensor)
+        what = f"a download of {method.name} changes '{name[:100]}'"
+        if allowed is not None and not any(f"{name}.".startswith(f"{module}.") for module in allowed):
+            raise InputError(f"{what}, but may change only {', '.join(allowed) or 'nothing'} (receives).")
+        if name not in state:
+            raise InputError(f"{what}, which is not in a client's state.")
+        if tensor.shape != state[name].shape:
+            raise InputError(f"{what}, but has shape {tuple(tensor.shape)}, which is not that of the client's.")
+    return changed
 
 
 def on_device(message: Message, device: torch.device) -> Message:
