@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -11,9 +12,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
+import polyfed
 from polyfed import confusion
+from polyfed.comparison.compare import Comparison
+from polyfed.comparison.outcomes import _further, read_outcome
 from polyfed.data import Dataset
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.engines.hosts import Host, HostTraits
@@ -23,9 +28,13 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.standalone import Standalone
 from polyfed.metrics import auc, checked_metric, from_counts, margins
 from polyfed.population import Population
+from polyfed.records import RunFolder
 from polyfed.report.overview import read_run
+from polyfed.report.runs import run_parts
 from polyfed.report.summary import summary_rows
 from polyfed.server.scores import about_balance, further_means
+from polyfed.tuning.records import TuneFolder
+from polyfed.tuning.space import Choices
 from tests import support
 
 BLIND = ((0, 0, 98), (1, 0, 2))
@@ -203,6 +212,100 @@ def test_a_run_on_rare_positives_shows_that_accuracy_says_nothing(tmp_path: Path
     assert shown[3:7] == [
         "always predicting the largest class", "balanced accuracy, final", "macro-F1, final", "AUC, final",
     ]  # fmt: skip
+
+
+def test_every_worst_client_is_shown_with_what_it_would_reach_by_guessing(tmp_path: Path) -> None:
+    run = support.federation(tmp_path, "standalone", dataset=rare(), partition="iid", split="4:3:3", rounds=1)
+    run.run()
+    console = Console(width=120, file=io.StringIO())
+    for part in run_parts(read_run(run.folder.path), 80):
+        console.print(part)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    (header,) = [line for line in lines if line.startswith("worst clients")]
+    assert header.split()[-4:] == ["accuracy", "balanced", "largest", "class"]
+    client = run.folder.clients().sort_values("accuracy_final").iloc[0]
+    first = lines[lines.index(header) + 1].split()
+    assert first[-6::2] == [f"{100 * client[c]:.2f}" for c in ("accuracy_final", "balanced_accuracy_final",
+                                                              "largest_class")]  # fmt: skip
+
+
+def compared(out: Path, **settings: Any) -> Comparison:
+    return polyfed.compare(
+        ["standalone", "fedproto"], out=out, data=settings.pop("data", rare()), models=[support.Narrow], clients=3,
+        rounds=2, split="4:3:3", batch_size=8, seeds=settings.pop("seeds", "0"), device="cpu", engine="sequential",
+        partition=settings.pop("partition", "iid"), noise_floor=False, **settings,
+    )  # fmt: skip
+
+
+def test_a_comparison_ranks_by_the_metric_and_shows_the_others(tmp_path: Path) -> None:
+    found = compared(tmp_path / "c", metric="auc", target=0.01)
+    row = found.table.set_index("method").loc["fedproto"]
+    outcome = read_outcome(tmp_path / "c/runs/fedproto-seed0")
+    alone = read_outcome(tmp_path / "c/runs/standalone-seed0")
+    own = outcome.rules[0]
+    last = RunFolder.open(tmp_path / "c/runs/fedproto-seed0").evaluations()
+    expected = last.query(f"round == 2 and part == 'test' and rule == '{own}'").auc_mean.iloc[0]
+    assert row.metric == "auc" and row.auc_final_mean == expected == outcome.value("auc")
+    assert row.difference_mean == pytest.approx(outcome.value("auc") - alone.value("auc"))
+    assert row.worst_decile_mean == pytest.approx(np.nanmin(outcome.further_clients["auc"]))
+    assert row.accuracy_final_mean == outcome.accuracy_final
+    assert [sheet.title for sheet in found.sheets[:2]] == ["AUC in percent", "beside AUC, in percent"]
+    assert found.sheets[1].header == ["method", "accuracy", "balanced accuracy", "macro-F1", "largest class"]
+    assert "auc" in found.curves and row.rounds_to_target == 1
+    again = compared(tmp_path / "c")  # the same runs by accuracy
+    assert [s.title for s in again.sheets[:2]] == ["accuracy in percent", "beside accuracy, in percent"]
+    assert again.table.accuracy_final_mean.tolist() == found.table.accuracy_final_mean.tolist()
+
+
+def test_the_round_that_counts_is_best_on_validation_by_the_metric() -> None:
+    """AUC on validation is best in round 1, where it is 0.9 on test; a run of an earlier version knows none."""
+    test = pd.DataFrame({"auc_mean": [0.9, 0.4, 0.95]}, index=[1, 2, 3])
+    validation = pd.DataFrame({"auc_mean": [0.8, 0.3, 0.7]}, index=[1, 2, 3])
+    assert _further(test, validation) == {"auc": {"final": 0.95, "best-validation": 0.9, "best-test": 0.95}}
+    assert _further(pd.DataFrame({"accuracy_mean": [1.0]}), pd.DataFrame({"accuracy_mean": [1.0]})) == {}
+
+
+def test_a_metric_that_the_data_can_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="metric is auc, which is for two classes, but the data have 4: use one of"):
+        compared(tmp_path / "c", metric="auc", data=support.tiny_dataset(), partition="shares")
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(InputError, match="unknown metric 'f1'"):
+        compared(tmp_path / "c", metric="f1")
+    with pytest.raises(InputError, match="recorded no AUC: it needs two classes, and clients with samples of both"):
+        compared(tmp_path / "d", metric="auc", partition="shares", classes_per_client=1)
+
+
+def test_a_search_scores_trials_by_the_metric(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="tuning needs the extra polyfed[tune]")
+    x, y = rare().images.numpy(), rare().labels.numpy()
+    np.savez(tmp_path / "rare.npz", x=x, y=y)
+    given: dict[str, Any] = {
+        "search": {"training.lr": Choices((0.05, 0.001))}, "sampler": "grid", "trials": 2, "seeds": [100], "rounds": 1,
+        "data": f"npz:{tmp_path / 'rare.npz'}", "models": "tests.support:Wide", "clients": 3, "partition": "iid",
+        "split": "4:3:3", "device": "cpu", "engine": "sequential",
+    }  # fmt: skip
+    (found,) = polyfed.tune(["standalone"], out=tmp_path / "s", metric="auc", keep_runs=True, **given)
+    trials = pd.read_csv(tmp_path / "s/trials.csv")
+    for number, value in zip(trials.trial, trials.validation_auc, strict=True):
+        rows = RunFolder.open(tmp_path / f"s/runs/standalone-trial{number}-seed100").evaluations()
+        assert value == rows[rows.part == "validation"].auc_mean.iloc[-1]
+    assert found.best.value == trials.validation_auc.max()
+    assert "validation_auc" in found.file.read_text()
+    again = polyfed.tune(["standalone"], out=tmp_path / "s", metric="auc", **given)
+    assert again[0].best.value == found.best.value
+    with pytest.raises(InputError, match="holds a search with metric 'auc', not 'accuracy'"):
+        polyfed.tune(["standalone"], out=tmp_path / "s", **given)
+
+
+def test_a_search_that_began_before_there_were_metrics_is_one_by_accuracy(tmp_path: Path) -> None:
+    (tmp_path / "tune.yaml").write_text("prune: true\n")
+    with TuneFolder.claimed(tmp_path, {"prune": True, "metric": "accuracy"}):
+        pass
+    with (
+        pytest.raises(InputError, match="metric 'accuracy', not 'auc'"),
+        TuneFolder.claimed(tmp_path, {"prune": True, "metric": "auc"}, "auc"),
+    ):
+        pass
 
 
 def test_a_balanced_run_keeps_its_table(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def _settle(path: Path, plan: Mapping[str, Any]) -> None:
             raise InputError(f"'{path}' is not empty and holds no search: choose another folder with --out.")
         disk.write(file, yaml.safe_dump(dict(plan), sort_keys=False))
         return
-    found = _read_plan(file)
+    found = {"metric": "accuracy", **_read_plan(file)}  # searches of earlier versions know no other
     for name in {**found, **plan}:
         if found.get(name) != plan.get(name):
             raise InputError(

@@ -84,7 +84,7 @@ def tune(
             "method": dict(settings.get("method", {})),
         },
         "seeds": list(seeds), "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
-        "prune": prune, **({} if chosen == "accuracy" else {"metric": chosen}),
+        "prune": prune, "metric": chosen,
     }  # fmt: skip
     with TuneFolder.claimed(Path(out), plan, chosen) as folder:
         spaces = {method: search_space(method, given, sampler, settings) for method in methods}
