@@ -18,7 +18,7 @@ from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, check_metr
 from polyfed.comparison.plan import Cell, MethodChoice, common_settings, grid, plan
 from polyfed.comparison.runner import run_cells
 from polyfed.comparison.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
-from polyfed.data import Dataset
+from polyfed.data import Dataset, as_data
 from polyfed.errors import InputError, RunError
 from polyfed.models import Models, resolve
 from polyfed.ranges import typed
@@ -71,7 +71,7 @@ def compare(
     target: float | None = None,
     metric: str = "accuracy",
     noise_floor: bool = True,
-    data: str | Dataset | None = None,
+    data: Any = None,
     models: Models | None = None,
     trust: bool = False,
     watcher: Watcher | None = None,
@@ -88,6 +88,7 @@ def compare(
     >>> found = compare(["standalone", "fedproto"], seeds="0-2", rounds=5, out="proto")   # doctest: +SKIP
     >>> found.table[["method", "accuracy_final_mean", "difference_low", "difference_high"]]   # doctest: +SKIP
     """
+    data = None if data is None else as_data(data, settings)
     given = dict(settings) | _named(data, models)
     cells = plan(methods, parse_seeds(seeds) if isinstance(seeds, str) else seeds, given, sweeps, trust=trust)
     ranked = check_metric(metric, data if isinstance(data, Dataset) else cells[0].config.data)
