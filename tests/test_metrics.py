@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 import polyfed
-from polyfed import confusion
+from polyfed import confusion, report
 from polyfed.comparison.compare import Comparison
 from polyfed.comparison.outcomes import _further, read_outcome
 from polyfed.data import Dataset
@@ -31,6 +31,7 @@ from polyfed.population import Population
 from polyfed.records import RunFolder
 from polyfed.report.overview import read_run
 from polyfed.report.runs import run_parts
+from polyfed.report.sections import sections
 from polyfed.report.summary import summary_rows
 from polyfed.server.scores import about_balance, further_means
 from polyfed.tuning.records import TuneFolder
@@ -255,6 +256,15 @@ def test_a_comparison_ranks_by_the_metric_and_shows_the_others(tmp_path: Path) -
     again = compared(tmp_path / "c")  # the same runs by accuracy
     assert [s.title for s in again.sheets[:2]] == ["accuracy in percent", "beside accuracy, in percent"]
     assert again.table.accuracy_final_mean.tolist() == found.table.accuracy_final_mean.tolist()
+
+
+def test_a_report_has_them_in_its_tables(tmp_path: Path) -> None:
+    pytest.importorskip("altair", reason="figures need the extra polyfed[report]")
+    compared(tmp_path / "c")
+    material = report.read(tmp_path / "c")
+    summary, _, clients = (section for section, _ in zip(sections(material), range(3), strict=False))
+    assert "Beside accuracy, in percent" in summary.before and "AUC" in summary.before
+    assert "balanced accuracy (%)" in clients.after and "largest class (%)" in clients.after
 
 
 def test_the_round_that_counts_is_best_on_validation_by_the_metric() -> None:
