@@ -59,7 +59,6 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     examples = example_networks(owned, dataset, config.training, features, config.match_features)
     chosen = find_method(str(config.method["name"]))
     profiles = {name: network_profile(name, example) for name, example in examples.items()}
-    check_common(chosen, {client: profiles[architecture.name] for client, architecture in owned.items()})
     check_head_trains(chosen, owned[0].name, examples[owned[0].name])
     task = Task(
         input_shape=dataset.input_shape,
@@ -75,6 +74,7 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     dataset, clients = dealt(config, dataset)
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
+    check_common(method, {client: profiles[architecture.name] for client, architecture in owned.items()})
     check_scored(config, method)
     population = gathered(config, dataset, dict(enumerate(clients)), owned, method, device, examples)
     return replace(

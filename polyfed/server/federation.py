@@ -58,7 +58,7 @@ class Federation:
         self.watcher = watcher or Watcher()
         self.watcher.folder = folder.path
         self.progress = Progress()
-        check_common(type(method), self.profiles)
+        check_common(method, self.profiles)
         self.server = Server(config.seed, device or engine.device)
         self.method.start(self.server)
         most_samples = config.count_bound or samples_known(self.profiles.values()) or MOST_SAMPLES

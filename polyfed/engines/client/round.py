@@ -18,6 +18,7 @@ from polyfed.confusion import Cells, count_each
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
+from polyfed.engines.client.probing import probe, probe_sizes
 from polyfed.engines.client.sgd import sgd
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import ClientError, DivergedError, InputError, PolyfedError, clients_named, first_line, user_place
@@ -61,7 +62,7 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     """Train one client through the method's phases and return its answer; `network` holds the client's state."""
     method, data = population.method, population.data[client]
     set_generator(network, population.device_generator("dropout", round, client))
-    phases = method.phases()
+    phases = method.phases_in(round)
     results = []
     for phase in phases:
         with population.global_draws(phase.name, round, client):
@@ -77,12 +78,13 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
             state=state_of(network),
             statistics=collect(population, data, network),
             tracked=next((result.tracked for result in results if result.tracked), None),
+            probed=probe(population, client, network, round),
         )
         check_statistics([answer], [client], round)
         message = upload(population, client, answer)
     losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
     visits = {phase.name: result.visited for phase, result in zip(phases, results, strict=True)}
-    spent = flops.of_round(visits, len(data.train))
+    spent = flops.of_round(visits, len(data.train), probe_sizes(population, client))
     return Reply(client, message, losses[0] if losses else float("nan"), spent, tuple(notes))
 
 
@@ -182,9 +184,11 @@ def is_trained(name: str, tensor: Tensor, phase: Phase) -> bool:
 
 
 def check_statistics(answers: Sequence[Trained], clients: Sequence[int], round: int) -> None:
-    """Raise if clients' statistics are not finite, which happens if weights are finite but huge."""
+    """Raise if what clients gathered is not finite, which happens if weights are finite but huge."""
     found = [[own for own in (answer.statistics, answer.tracked) if own is not None] for answer in answers]
     tensors = [[t for own in each for t in (own.means, own.covariances) if t is not None] for each in found]
+    for own, answer in zip(tensors, answers, strict=True):
+        own += [tensor for tensor in (answer.probed or {}).values() if tensor.is_floating_point()]
     devices = {tensor.device for own in tensors for tensor in own}
     if all(bool(largest(t for own in tensors for t in own if t.device == device).isfinite()) for device in devices):
         return

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from polyfed.confusion import Cells, count_each
 from polyfed.data import Dataset
-from polyfed.engines.stacked.step import Applied, for_each
+from polyfed.engines.client.probing import ask, probe_samples
+from polyfed.engines.stacked.step import StackedApplied, for_each
 from polyfed.evaluation import PARTS, Evaluation, Part
 from polyfed.message import State
 from polyfed.methods.base import Batch
-from polyfed.methods.parts.network import ClientNetwork
+from polyfed.methods.parts.network import Applied, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, group_covariances, means_from_sums
 from polyfed.metrics import auc, margins
 from polyfed.population import Population
@@ -38,7 +39,7 @@ def in_chunks(
 
     Samples that do not fit into memory at once are processed in halves.
     """
-    applied = Applied(network, function)
+    applied = StackedApplied(network, function)
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
     width = max(1, samples // max(1, len(rows)))
     results, start = [], 0
@@ -82,6 +83,27 @@ def collect(
         covariances = group_covariances(ordered - middle[number.to(vectors.device)], found.counts).split(seen)
     labels, numbers, means = (part.split(seen) for part in (found.labels % classes, found.counts, found.means))
     return [ClassStatistics(*own) for own in zip(labels, numbers, means, covariances, strict=True)]
+
+
+def probe(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State, round: int
+) -> list[State | None]:
+    """What the method's probe finds for each client; None for those with too few samples."""
+    wanted = population.method.probe
+    samples = [probe_samples(population, client, round) for client in clients]
+    if wanted is None or not any(len(study) for study, _ in samples):
+        return [None] * len(clients)
+    # Not with our own kernels, which have no rule for forward mode.
+    applied = Applied(network, lambda net, *parts: ask(wanted, net, Batch(*parts[:3]), Batch(*parts[3:])))
+    given = []
+    for rows in (padded_rows(own, population.device) for own in zip(*samples, strict=True)):
+        x, y = population.dataset.batch(rows.clamp(min=0).flatten(), population.device)
+        given += [x.unflatten(0, rows.shape), y.view_as(rows), rows >= 0]
+    found = for_each(lambda own, *parts: applied.on(own)(*parts), state, *given)
+    return [
+        {name: tensor[i] for name, tensor in found.items()} if len(study) else None
+        for i, (study, _) in enumerate(samples)
+    ]
 
 
 def evaluate(
@@ -133,7 +155,7 @@ def remarks(
     own = [population.data[client].train for client in clients]
     rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
     x, y = population.dataset.batch(rows.flatten(), population.device)
-    applied = Applied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
+    applied = StackedApplied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
     given = x.unflatten(0, rows.shape), y.view_as(rows)
     found = for_each(lambda own, a, b: applied.on(own)(a, b), state, *given)
     assert isinstance(found, dict)
