@@ -127,8 +127,13 @@ def test_only_what_is_agreed_on_goes_over_the_wire(tmp_path: Path, method: str) 
         else:
             assert known.keys() == {"evaluation"}
         if "evaluation" in known:  # which share is predicted correctly, not how many, nor of which class
-            assert known["evaluation"].keys() == {"test", "validation"}
-            values = [x for part in known["evaluation"].values() for x in part.values()]
+            shares = dict(known["evaluation"])
+            further = shares.pop("further")
+            assert shares.keys() == further.keys() == {"test", "validation"}
+            values = [x for part in shares.values() for x in part.values()]
+            measured = [own for part in further.values() for own in part.values()]
+            assert all(own.keys() == {"balanced_accuracy", "macro_f1"} for own in measured)  # of four classes
+            values += [x for own in measured for x in own.values()]
             assert all(0 <= x <= 1 and isinstance(x, float) for x in values)
         if is_answer and message:
             sent = Message.from_bytes(message)
@@ -377,6 +382,14 @@ def test_facts_that_make_no_sense_are_a_failed_reply(tmp_path: Path, facts: Mapp
         {"test": {"classifier": 0.5, "other": 1}, "validation": {"classifier": 0.5, "other": 1}},
         {"test": {}, "validation": {}},
         {"test": {"classifier": 0.5}, "validation": {"classifier": 0.5}, "samples": 7},
+        *({"test": {"classifier": 0.5}, "validation": {"classifier": 0.5}, "further": further} for further in (
+            3, {"test": {"classifier": {}}}, {"test": {"classifier": {}}, "validation": {}},
+            {"test": {"other": {}}, "validation": {"other": {}}},
+            {"test": {"classifier": {"samples": 0.5}}, "validation": {"classifier": {}}},
+            {"test": {"classifier": {"macro_f1": 1.5}}, "validation": {"classifier": {}}},
+            {"test": {"classifier": {"macro_f1": "1"}}, "validation": {"classifier": {}}},
+            {"test": {"classifier": {}}, "validation": {"classifier": {}}, "train": {"classifier": {}}},
+        )),
     ],
 )  # fmt: skip
 def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:
@@ -388,11 +401,16 @@ def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:
 def test_scores_that_make_sense_arrive() -> None:
     """The same question as above, and a site without validation samples."""
     _, people = setting("standalone")
-    shares = {"test": {"classifier": 0.25}, "validation": {"classifier": None}}
+    shares: dict[str, Any] = {"test": {"classifier": 0.25}, "validation": {"classifier": None}}
     transport = InMemoryTransport({"amber": lambda kind, packet: Packet({"evaluation": shares})})
     score = RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1)[0]
     assert score.accuracy() == 0.25 and math.isnan(score.validation_accuracy())
     assert score.counts("test", "classifier") is None
+    assert math.isnan(score.measure("balanced_accuracy"))  # a site that tells no more than accuracy
+    further = {"test": {"classifier": {"macro_f1": 0.75, "auc": None}}, "validation": {"classifier": {}}}
+    shares["further"] = further
+    score = RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1)[0]
+    assert score.measure("macro_f1") == 0.75 and math.isnan(score.measure("auc"))
 
 
 @pytest.mark.parametrize("method", polyfed.METHODS)

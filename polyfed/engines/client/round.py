@@ -22,11 +22,12 @@ from polyfed.engines.client.probing import probe, probe_sizes
 from polyfed.engines.client.sgd import sgd
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import ClientError, DivergedError, InputError, PolyfedError, clients_named, first_line, user_place
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Evaluation, Part
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
+from polyfed.metrics import auc, margins
 from polyfed.models import set_generator
 from polyfed.population import Population
 
@@ -270,22 +271,36 @@ def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluat
     data = population.data[client]
     net.eval()
     with torch.no_grad():
-        test, validation = (counted_predictions(population, net, part) for part in (data.test, data.validation))
-        rules = test or validation or counted_predictions(population, net, data.train[:1])
+        test, validation = (predictions(population, net, part) for part in (data.test, data.validation))
+        rules = test.cells or validation.cells or predictions(population, net, data.train[:1]).cells
     none: dict[str, Cells] = dict.fromkeys(rules, ())
-    return Evaluation.of(test or none, validation or none)
+    aucs: dict[Part, dict[str, float | None]] = {"test": test.aucs, "validation": validation.aucs}
+    return Evaluation.of(test.cells or none, validation.cells or none, aucs if population.task.classes == 2 else None)
 
 
-def counted_predictions(population: Population, net: ClientNetwork, samples: Tensor) -> dict[str, Cells]:
+@dataclass(frozen=True)
+class Predictions:
+    """By rule, what samples are predicted as, and with two classes the AUC."""
+
+    cells: dict[str, Cells] = field(default_factory=dict)
+    aucs: dict[str, float | None] = field(default_factory=dict)
+
+
+def predictions(population: Population, net: ClientNetwork, samples: Tensor) -> Predictions:
     """What each rule predicts these samples as, counted by class; empty if there are no samples."""
     true: list[Tensor] = []
     predicted: dict[str, list[Tensor]] = {}
+    preferred: dict[str, list[Tensor]] = {}
     for chunk in samples.split(EVALUATION_BATCH) if len(samples) else ():
         x, y = population.dataset.batch(chunk, population.device)
         true.append(y)
         for rule, scores in population.method.predict(net, x).items():
             predicted.setdefault(rule, []).append(scores.argmax(1))
+            if population.task.classes == 2:
+                preferred.setdefault(rule, []).append(margins(scores))
     if not true:
-        return {}
+        return Predictions()
     tables = torch.stack([torch.cat(part) for part in (true, *predicted.values())]).cpu().numpy()
-    return {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(predicted, tables[1:], strict=True)}
+    cells = {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(predicted, tables[1:], strict=True)}
+    aucs = {rule: auc(tables[0], torch.cat(own).double().cpu().numpy()) for rule, own in preferred.items()}
+    return Predictions(cells, aucs)
