@@ -94,8 +94,7 @@ class Log:
         """
         line = readable(line, LONGEST_LINE)
         with suppress(OSError):
-            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}
-")
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
         with suppress(OSError):
             self._tell(line)
 
