@@ -23,6 +23,7 @@ import torch
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
+from polyfed.engines.client.probing import probe_sizes
 from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.stacked.captured import CapturedStep, Stream
 from polyfed.engines.stacked.layers import trouble
@@ -174,7 +175,7 @@ class VectorizedEngine(LocalEngine):
     def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> CohortRound:
         """Queue all that a cohort trains in this round, without waiting for it."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
-        phases = self.population.method.phases()
+        phases = self.population.method.phases_in(round)
         with self._stream(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
             drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
@@ -189,7 +190,7 @@ class VectorizedEngine(LocalEngine):
         plan = partial(new_plan, self.population, clients, self._width(clients[0]), size, round=round)
         return [
             plan(phase=phase, singles=phase.name not in self._normed[name], pads=not self._exact(name, size, phase))
-            for phase in self.population.method.phases()
+            for phase in self.population.method.phases_in(round)
         ]
 
     def _exact(self, name: str, size: int, phase: Phase) -> bool:
@@ -228,15 +229,14 @@ class VectorizedEngine(LocalEngine):
                 remarks = stacked.remarks(people, clients, network, own)
             visited = work.visited(people)
             parts = work.stack.parts[: len(clients)]
+            probed = stacked.probe(people, clients, network, own, round)
+            gathered = zip(parts, statistics, work.tracked(visited), probed, strict=True)
             answers = [
-                Trained(people.counts[client], round, state, *found)
-                for client, state, *found in zip(clients, parts, statistics, work.tracked(visited), strict=True)
+                Trained(people.counts[client], round, *own) for client, own in zip(clients, gathered, strict=True)
             ]
-            seen = zip(*(counts.sum(1).tolist() for counts in visited), strict=True)
-            names = [phase.name for phase in work.phases]
             spent = [
-                flops.of_round(dict(zip(names, own, strict=True)), len(people.data[client].train))
-                for client, own in zip(clients, seen, strict=True)
+                flops.of_round(seen, len(people.data[client].train), probe_sizes(people, client))
+                for client, seen in zip(clients, work.seen(visited), strict=True)
             ]
             notes = [(*words, *own) for words, own in zip(work.notes(), remarks, strict=True)]
             weights = work.weights()
@@ -406,6 +406,7 @@ class VectorizedEngine(LocalEngine):
                 stacked.own_rules(people, twice, network, state)
                 stacked.collect(people, twice, network, state)
                 stacked.remarks(people, twice, network, state)
+                stacked.probe(people, twice, network, state, 0)
         except torch.OutOfMemoryError:
             raise
         except stacked.OtherRows as error:

@@ -137,4 +137,4 @@ def test_families_on_our_kernels(monkeypatch: pytest.MonkeyPatch, network: Any) 
     monkeypatch.setattr(layers, "on_gpu", lambda x: True)
     monkeypatch.setattr(convolutions, "MOST_CHANNELS", (0, 0))
     monkeypatch.setattr(norms, "_way", lambda x: norms)
-    assert_rounds_agree(network, (10, 8))
+    assert_rounds_agree(network, (13, 8))  # of two values, batch norm makes two signs: too steep to compare

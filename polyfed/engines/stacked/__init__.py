@@ -1,7 +1,7 @@
 """Many clients at once: those of one architecture train as one batched network. README.md shows the path of a batch."""
 
 from polyfed.engines.stacked.norms import OtherRows
-from polyfed.engines.stacked.passes import collect, evaluate, own_rules, remarks
+from polyfed.engines.stacked.passes import collect, evaluate, own_rules, probe, remarks
 from polyfed.engines.stacked.step import PhaseStep, Stack, copy_states, normed_phases, unstackable
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "evaluate",
     "normed_phases",
     "own_rules",
+    "probe",
     "remarks",
     "unstackable",
 ]

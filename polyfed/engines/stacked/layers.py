@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,21 +127,26 @@ def pooling(
     return result
 
 
-def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
+class Norm(NamedTuple):
+    """The arguments of PyTorch's batch norm."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
+def batch_norm(*args: Any, **kwargs: Any) -> Tensor | None:
     """Batch norm by running statistics, wherever clients lie in memory; None where it trains."""
-    if training or running_mean is None or running_var is None:
+    x, mean, variance, weight, bias, training, _, eps = Norm(*args, **kwargs)
+    if training or mean is None or variance is None:
         return None
-    scale = (running_var + eps).rsqrt() if weight is None else weight * (running_var + eps).rsqrt()
-    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    scale = (variance + eps).rsqrt() if weight is None else weight * (variance + eps).rsqrt()
+    shift = -mean * scale if bias is None else bias - mean * scale
     along = (-1, *(1,) * (x.dim() - 2))
     return torch.addcmul(shift.view(along), x, scale.view(along)).to(x.dtype)
 

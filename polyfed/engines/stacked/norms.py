@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from polyfed.engines.stacked import layers
 from polyfed.engines.stacked.convolutions import MOST_VALUES
-from polyfed.engines.stacked.layers import only, stacked
+from polyfed.engines.stacked.layers import Norm, only, stacked
 
 
 class OtherRows(RuntimeError):
@@ -41,36 +41,25 @@ class MaskedNorms(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is functional.batch_norm:
-            return self._batch_norm(*args, **kwargs)
+            rested = layers.batch_norm(*args, **kwargs)
+            return self._batch_norm(Norm(*args, **kwargs)) if rested is None else rested
         if function is Tensor.add_ and id(args[0]) in self._counters:
             return args[0].add_(self._active)
         return function(*args, **kwargs)
 
-    def _batch_norm(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        rested = layers.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-        if rested is not None:
-            return rested
+    def _batch_norm(self, norm: Norm) -> Tensor:
+        x = norm.input
         if len(x) != len(self._mask):
             raise OtherRows(f"its batch norm gets {len(x)} rows for {len(self._mask)} samples")
-        y, mean, variance = BatchNorm.apply(x, self._mask, *_scales(x, weight, bias), eps)
-        if running_mean is not None and running_var is not None:
+        y, mean, variance = BatchNorm.apply(x, self._mask, *_scales(x, norm.weight, norm.bias), norm.eps)
+        if norm.running_mean is not None and norm.running_var is not None:
             count = self._mask.sum() * prod(x.shape[2:])
-            factor = momentum * self._active.to(mean.dtype)
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            factor = norm.momentum * self._active.to(mean.dtype)
             with torch.no_grad():
                 # `vmap` has no rule for `lerp_` with a weight per client.
-                running_mean.copy_(torch.lerp(running_mean, mean, factor))
-                unbiased = variance * (count / (count - 1).clamp(min=1))
-                running_var.copy_(torch.lerp(running_var, unbiased, factor))
+                norm.running_mean.copy_(torch.lerp(norm.running_mean, mean, factor))
+                norm.running_var.copy_(torch.lerp(norm.running_var, unbiased, factor))
         normed: Tensor = y
         return normed
 
