@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -177,7 +177,9 @@ class VectorizedEngine(LocalEngine):
             drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
             # All plans before the first phase: moving one to a GPU waits for everything queued before.
             plans = [plan.on(self.population.device) for plan in drawn]
-            steps = [self._train_phase(clients, stack.state, *each) for each in zip(phases, plans, strict=True)]
+            # One generator for all phases of a client; made only if there is dropout.
+            drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
+            steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
             return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans])
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
@@ -200,9 +202,11 @@ class VectorizedEngine(LocalEngine):
         for work in queued:
             self._ahead[round + 1, *work.clients] = self._plans(work.clients, round + 1)
 
-    def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: Plan) -> stacked.PhaseStep:
+    def _train_phase(
+        self, clients: list[int], state: State, phase: Phase, plan: Plan, drops: Callable[[], list[torch.Generator]]
+    ) -> stacked.PhaseStep:
         captured = self._captured(clients[0], state, phase)
-        captured.run(plan)
+        captured.run(plan, drops)
         return captured.step
 
     def _finish(self, work: CohortRound, round: int) -> list[Reply]:
@@ -390,7 +394,9 @@ class VectorizedEngine(LocalEngine):
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
                     inputs = plan.on(people.device).at(0)
                     step.prepare(inputs)
-                    step(inputs)
+                    if not alone:
+                        step.check_masks(inputs)
+                    step(inputs | step.masks.draw((), (), width))
             network.eval()
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)
