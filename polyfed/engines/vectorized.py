@@ -5,8 +5,8 @@ architecture (a cohort) makes one launch serve all of them, and on CUDA a comple
 replayed, cohorts of different architectures side by side. The numbers are those of the plain loop to float tolerance.
 
 Batch norm looks at all samples of a batch, so clients whose batch norm trains can't be padded to a common shape: each
-is its own cohort. What can't be stacked or captured at all is trained by the plain loop: networks with dropout
-(its masks come from one generator per client), with unusual norms, or that `vmap` can't handle. Both are noted once.
+is its own cohort. What can't be stacked or captured at all is trained by the plain loop: networks that draw from global
+generators, with unusual norms, or that `vmap` can't handle. Both are noted once.
 """
 
 from __future__ import annotations

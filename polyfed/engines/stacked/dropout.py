@@ -112,8 +112,9 @@ class Masks:
             for own, generator, count in zip(values, generators, samples, strict=False):
                 if count:
                     call.fill(own, count, generator)
-            kept = values >= call.rate
-            drawn[name] = self._kept.setdefault(name, kept).copy_(kept) if stay else kept
+            drawn[name] = torch.ge(values, call.rate, out=self._kept.get(name) if stay else None)
+        if stay:
+            self._kept = drawn
         return drawn
 
     def trial(self, samples: int, width: int) -> tuple[State, State]:
