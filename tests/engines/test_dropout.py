@@ -134,8 +134,15 @@ def test_networks_with_dropout_train_together(tmp_path: Path, network: type[nn.M
 
 
 @pytest.mark.parametrize("method", ["pfedes", "fedclassavg", "fedapen", "fml", "fd"])
-def test_phases_and_further_networks_continue_a_client_s_draws(tmp_path: Path, method: str) -> None:
+def test_views_and_further_networks_take_masks_in_the_order_of_their_calls(tmp_path: Path, method: str) -> None:
     assert notes(assert_engines_agree(tmp_path, method, Dropped, training={"clip": 1.0})) == []
+
+
+@pytest.mark.parametrize("network", [Dropped, OfWeights])
+def test_a_second_phase_continues_where_a_client_s_first_one_stopped(tmp_path: Path, network: type[nn.Module]) -> None:
+    """Also where others still had batches in the first phase, and a mask has no samples."""
+    method = {"name": "fedavg", "finetune_epochs": 2}
+    assert notes(assert_engines_agree(tmp_path, method, network)) == []
 
 
 def test_dropout_beside_batch_norm(tmp_path: Path) -> None:
