@@ -17,28 +17,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyfed.methods.base import Batch, Method, Phase
+from polyfed.methods.base import Batch, Method, Phase, Probe
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.shapes import kind_of
 
 _SAMPLES = 2  # batch norm needs two
+_PROBED = ((1, 1), (2, 1), (1, 2))
+"""Study and quiz samples of three probes, whose differences tell what one more of each costs."""
 
 
 @dataclass(frozen=True)
 class ClientFlops:
-    """Operations per sample of each phase, and of the pass that gathers class statistics."""
+    """Operations per sample of each phase, of the pass for class statistics, and of the probe's study and quiz."""
 
     phases: dict[str, float]
     collect: float
+    probe: tuple[float, float] = (0.0, 0.0)
 
-    def of_round(self, visits: Mapping[str, int], samples: int) -> int:
-        """Operations of one client in one round, from the samples that each phase visited and the client has."""
-        return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
+    def of_round(self, visits: Mapping[str, int], samples: int, probed: tuple[int, int] = (0, 0)) -> int:
+        """Operations of one client in one round, from the samples that were visited, owned and probed."""
+        asked = sum(each * count for each, count in zip(self.probe, probed, strict=True))
+        return round(asked + self.collect * samples + sum(self.phases[phase] * n for phase, n in visits.items()))
 
 
 def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
     """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
-    # That module imports this one for ClientFlops.
+    # These modules import this one for ClientFlops.
+    from polyfed.engines.client.probing import ask
     from polyfed.engines.client.round import set_modes
 
     device = next(network.parameters()).device
@@ -59,14 +64,21 @@ def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
         with torch.no_grad():
             return method.collect.of(network.eval(), x) if method.collect else None
 
+    def probe(wanted: Probe, *sizes: int) -> None:
+        study, quiz = (Batch(x[:1].expand(n, *x.shape[1:]), y[:1].expand(n)) for n in sizes)
+        with torch.no_grad():
+            ask(wanted, network.eval(), study, quiz)
+
     with _unfused(network, device):
         phases = {phase.name: _count(partial(step, phase)) for phase in method.phases()}
         collected = _count(gather)
+        probed = [_count(partial(probe, method.probe, *sizes)) for sizes in _PROBED] if method.probe else [0.0] * 3
     if method.collect and method.collect.covariance:
         vectors = gather()
         assert vectors is not None
         collected += 2 * vectors.shape[1] ** 2  # a sample's product with itself
-    return ClientFlops(phases, collected)
+    per_sample = [_SAMPLES * (more - probed[0]) for more in probed[1:]]
+    return ClientFlops(phases, collected, (per_sample[0], per_sample[1]))
 
 
 @contextmanager

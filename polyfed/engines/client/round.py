@@ -18,14 +18,16 @@ from polyfed.confusion import Cells, count_each
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
+from polyfed.engines.client.probing import probe, probe_sizes
 from polyfed.engines.client.sgd import sgd
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import ClientError, DivergedError, InputError, PolyfedError, clients_named, first_line, user_place
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Evaluation, Part
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Phase, Reply, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
+from polyfed.metrics import auc, margins
 from polyfed.models import set_generator
 from polyfed.population import Population
 
@@ -36,16 +38,32 @@ LARGEST_LOSS = 1e9
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
     """Write a download into the client's state, in place; the state keeps no reference to the message."""
-    moved = on_device(message, population.device)
-    changed = population.method.receive(state, moved, population.knowledge(client, round))
-    fresh = population.method.kept_fresh
+    for name, tensor in changes(population, client, state, message, round).items():
+        state[name].copy_(tensor)
+
+
+def changes(population: Population, client: int, state: State, message: Message, round: int) -> State:
+    """The entries of a client's state that a download changes, all of which it has and may change.
+
+    A sentence names no shape of the client's own: a site sends it to a server that may be hostile.
+    """
+    method = population.method
+    changed = method.receive(state, on_device(message, population.device), population.knowledge(client, round))
+    fresh, allowed = method.kept_fresh, method.receivable
     for name, tensor in changed.items():
         if fresh and name.split(".")[0] not in fresh:
             raise InputError(
-                f"{population.method.name} names {', '.join(fresh)} in kept_fresh, but its receive changes {name} too: "
+                f"{method.name} names {', '.join(fresh)} in kept_fresh, but its receive changes {name} too: "
                 "leave kept_fresh empty, or receive nothing else."
             )
-        state[name].copy_(tensor)
+        what = f"a download of {method.name} changes '{name[:100]}'"
+        if allowed is not None and not any(f"{name}.".startswith(f"{module}.") for module in allowed):
+            raise InputError(f"{what}, but may change only {', '.join(allowed) or 'nothing'} (receives).")
+        if name not in state:
+            raise InputError(f"{what}, which is not in a client's state.")
+        if tensor.shape != state[name].shape:
+            raise InputError(f"{what}, but has shape {tuple(tensor.shape)}, which is not that of the client's.")
+    return changed
 
 
 def on_device(message: Message, device: torch.device) -> Message:
@@ -60,7 +78,7 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     """Train one client through the method's phases and return its answer; `network` holds the client's state."""
     method, data = population.method, population.data[client]
     set_generator(network, population.device_generator("dropout", round, client))
-    phases = method.phases()
+    phases = method.phases_in(round)
     results = []
     for phase in phases:
         with population.global_draws(phase.name, round, client):
@@ -76,12 +94,13 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
             state=state_of(network),
             statistics=collect(population, data, network),
             tracked=next((result.tracked for result in results if result.tracked), None),
+            probed=probe(population, client, network, round),
         )
         check_statistics([answer], [client], round)
         message = upload(population, client, answer)
     losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
     visits = {phase.name: result.visited for phase, result in zip(phases, results, strict=True)}
-    spent = flops.of_round(visits, len(data.train))
+    spent = flops.of_round(visits, len(data.train), probe_sizes(population, client))
     return Reply(client, message, losses[0] if losses else float("nan"), spent, tuple(notes))
 
 
@@ -181,9 +200,11 @@ def is_trained(name: str, tensor: Tensor, phase: Phase) -> bool:
 
 
 def check_statistics(answers: Sequence[Trained], clients: Sequence[int], round: int) -> None:
-    """Raise if clients' statistics are not finite, which happens if weights are finite but huge."""
+    """Raise if what clients gathered is not finite, which happens if weights are finite but huge."""
     found = [[own for own in (answer.statistics, answer.tracked) if own is not None] for answer in answers]
     tensors = [[t for own in each for t in (own.means, own.covariances) if t is not None] for each in found]
+    for own, answer in zip(tensors, answers, strict=True):
+        own += [tensor for tensor in (answer.probed or {}).values() if tensor.is_floating_point()]
     devices = {tensor.device for own in tensors for tensor in own}
     if all(bool(largest(t for own in tensors for t in own if t.device == device).isfinite()) for device in devices):
         return
@@ -250,22 +271,36 @@ def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluat
     data = population.data[client]
     net.eval()
     with torch.no_grad():
-        test, validation = (counted_predictions(population, net, part) for part in (data.test, data.validation))
-        rules = test or validation or counted_predictions(population, net, data.train[:1])
+        test, validation = (predictions(population, net, part) for part in (data.test, data.validation))
+        rules = test.cells or validation.cells or predictions(population, net, data.train[:1]).cells
     none: dict[str, Cells] = dict.fromkeys(rules, ())
-    return Evaluation.of(test or none, validation or none)
+    aucs: dict[Part, dict[str, float | None]] = {"test": test.aucs, "validation": validation.aucs}
+    return Evaluation.of(test.cells or none, validation.cells or none, aucs if population.task.classes == 2 else None)
 
 
-def counted_predictions(population: Population, net: ClientNetwork, samples: Tensor) -> dict[str, Cells]:
+@dataclass(frozen=True)
+class Predictions:
+    """By rule, what samples are predicted as, and with two classes the AUC."""
+
+    cells: dict[str, Cells] = field(default_factory=dict)
+    aucs: dict[str, float | None] = field(default_factory=dict)
+
+
+def predictions(population: Population, net: ClientNetwork, samples: Tensor) -> Predictions:
     """What each rule predicts these samples as, counted by class; empty if there are no samples."""
     true: list[Tensor] = []
     predicted: dict[str, list[Tensor]] = {}
+    preferred: dict[str, list[Tensor]] = {}
     for chunk in samples.split(EVALUATION_BATCH) if len(samples) else ():
         x, y = population.dataset.batch(chunk, population.device)
         true.append(y)
         for rule, scores in population.method.predict(net, x).items():
             predicted.setdefault(rule, []).append(scores.argmax(1))
+            if population.task.classes == 2:
+                preferred.setdefault(rule, []).append(margins(scores))
     if not true:
-        return {}
+        return Predictions()
     tables = torch.stack([torch.cat(part) for part in (true, *predicted.values())]).cpu().numpy()
-    return {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(predicted, tables[1:], strict=True)}
+    cells = {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(predicted, tables[1:], strict=True)}
+    aucs = {rule: auc(tables[0], torch.cat(own).double().cpu().numpy()) for rule, own in preferred.items()}
+    return Predictions(cells, aucs)
