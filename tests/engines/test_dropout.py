@@ -133,7 +133,7 @@ def test_networks_with_dropout_train_together(tmp_path: Path, network: type[nn.M
     assert notes(assert_engines_agree(tmp_path, "fedproto", network)) == []
 
 
-@pytest.mark.parametrize("method", ["pfedes", "fedclassavg", "fedapen", "fml", "fd"])
+@pytest.mark.parametrize("method", ["pfedes", "fedclassavg", "fedapen", "fml", "fd", "fedl2g"])
 def test_views_and_further_networks_take_masks_in_the_order_of_their_calls(tmp_path: Path, method: str) -> None:
     assert notes(assert_engines_agree(tmp_path, method, Dropped, training={"clip": 1.0})) == []
 
