@@ -150,6 +150,19 @@ def test_dropout_beside_batch_norm(tmp_path: Path) -> None:
     assert not [note for note in notes(stacked) if "dropout" in note]
 
 
+def test_bf16_does_not_hide_where_masks_belong(tmp_path: Path) -> None:
+    settings = {"method": "standalone", "training": {"bf16": True}, "rounds": 1}
+    plain, stacked, looped = (
+        finished(tmp_path / f"{engine.name}-{network.__name__}", engine, models=(network,), **settings)
+        for engine, network in (
+            (SequentialEngine, Dropped), (VectorizedEngine, Dropped), (VectorizedEngine, Interleaved)
+        )
+    )  # fmt: skip
+    losses = [run.folder.rounds().loss_mean.to_numpy() for run in (plain, stacked)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert (len(notes(stacked)), len(notes(looped))) == (0, 1)
+
+
 def test_masks_whose_place_depends_on_the_number_of_samples_stay_with_the_loop(tmp_path: Path) -> None:
     assert notes(assert_engines_agree(tmp_path, "standalone", Interleaved)) == [
         "clients with Interleaved train one after another: its dropout layers see the samples of a batch in an order "
