@@ -6,8 +6,7 @@ replayed, cohorts of different architectures side by side. The numbers are those
 
 Batch norm looks at all samples of a batch; that of a cohort knows which of them are padding (stacked/norms.py). Where
 it can't know, each client is its own cohort. What can't be stacked or captured at all is trained by the plain loop:
-networks with dropout (its masks come from one generator per client), with unusual norms, or that `vmap` can't handle.
-Both are noted once.
+networks that draw from global generators, with unusual norms, or that `vmap` can't handle. Both are noted once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -181,7 +180,9 @@ class VectorizedEngine(LocalEngine):
             drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
             # All plans before the first phase: moving one to a GPU waits for everything queued before.
             plans = [plan.on(self.population.device) for plan in drawn]
-            steps = [self._train_phase(clients, stack.state, *each) for each in zip(phases, plans, strict=True)]
+            # One generator for all phases of a client; made only if there is dropout.
+            drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
+            steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
             return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans])
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
@@ -211,9 +212,11 @@ class VectorizedEngine(LocalEngine):
         for work in queued:
             self._ahead[round + 1, *work.clients] = self._plans(work.clients, round + 1)
 
-    def _train_phase(self, clients: list[int], state: State, phase: Phase, plan: Plan) -> stacked.PhaseStep:
+    def _train_phase(
+        self, clients: list[int], state: State, phase: Phase, plan: Plan, drops: Callable[[], list[torch.Generator]]
+    ) -> stacked.PhaseStep:
         captured = self._captured(clients[0], state, phase)
-        captured.run(plan)
+        captured.run(plan, drops)
         return captured.step
 
     def _finish(self, work: CohortRound, round: int) -> list[Reply]:
@@ -400,7 +403,9 @@ class VectorizedEngine(LocalEngine):
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
                     inputs = plan.on(people.device).at(0)
                     step.prepare(inputs)
-                    step(inputs)
+                    if not alone:
+                        step.check_masks(inputs)
+                    step(inputs | step.masks.draw((), (), width))
             network.eval()
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)

@@ -2,7 +2,8 @@
 
 from polyfed.models.architectures import Architecture, Models, assign, parameter_count, resolve, smallest
 from polyfed.models.catalogue import GROUP_TITLES, GROUPS, NETWORKS, default_auxiliary, default_features, default_group
-from polyfed.models.layers import HEADS, FeaturePool, SeededDropout, seed_dropout, set_generator
+from polyfed.models.dropout import SeededDropout, seed_dropout, set_generator
+from polyfed.models.layers import HEADS, FeaturePool
 from polyfed.models.networks import ProxyExtractor
 from polyfed.models.split import SplitNetwork, split_network
 

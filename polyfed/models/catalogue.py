@@ -9,7 +9,8 @@ from functools import partial
 from torch import nn
 
 from polyfed.errors import unknown_name
-from polyfed.models.layers import Match, build_head, match_layer, seed_dropout
+from polyfed.models.dropout import seed_dropout
+from polyfed.models.layers import Match, build_head, match_layer
 from polyfed.models.networks import convolutional, googlenet, mobilenet_v2, resnet, short_resnet, vision_transformer
 from polyfed.models.sequences import signal_cnn, tabular_mlp
 from polyfed.models.split import SplitNetwork

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from polyfed.errors import InputError, first_line, unknown_name
 from polyfed.models import ends
+from polyfed.models.dropout import seed_dropout
 from polyfed.models.dryrun import Call, Trace, dry_run, example_images
 from polyfed.models.ends import same
-from polyfed.models.layers import Match, check_match, check_sizes, match_layer, seed_dropout
+from polyfed.models.layers import Match, check_match, check_sizes, match_layer
 from polyfed.shapes import as_shape
 
 

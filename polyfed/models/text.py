@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from polyfed.errors import InputError
 from polyfed.shapes import TokenShape
 
+State = tuple[Tensor, ...]
+"""What a recurrent layer remembers: its output, and its cell if it is an LSTM."""
 WIDTH = 64
 """Numbers in the vector of a token."""
 
@@ -139,7 +141,7 @@ class TextRecurrent(TextNetwork):
                 nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)
 
     def summary(self, vectors: Tensor, real: Tensor) -> Tensor:
-        state: tuple[Tensor, ...] = self.first(vectors)
+        state: State = self.first(vectors)
         counted = real.unsqueeze(-1)
         given = self.given(vectors)  # for all tokens at once; only the rest has to be one after another
         for position in range(vectors.shape[1]):
@@ -148,11 +150,11 @@ class TextRecurrent(TextNetwork):
             state = tuple(torch.where(counts, new, old) for new, old in pairs)
         return state[0]
 
-    def first(self, vectors: Tensor) -> tuple[Tensor, ...]:
+    def first(self, vectors: Tensor) -> State:
         """The state before the first token."""
         return (vectors.new_zeros(vectors.shape[0], self.hidden),)
 
-    def step(self, given: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def step(self, given: Tensor, state: State) -> State:
         """The state after one more token."""
         raise NotImplementedError
 
@@ -162,12 +164,8 @@ class TextGRU(TextRecurrent):
 
     gates = 3
 
-    def step(self, given: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        reset, update, new = given.chunk(3, -1)
-        kept_reset, kept_update, kept_new = self.kept(state[0]).chunk(3, -1)
-        update = (update + kept_update).sigmoid()
-        new = (new + (reset + kept_reset).sigmoid() * kept_new).tanh()
-        return (new + update * (state[0] - new),)
+    def step(self, given: Tensor, state: State) -> State:
+        return gru_step(given, self.kept(state[0]), state)
 
 
 class TextLSTM(TextRecurrent):
@@ -175,15 +173,28 @@ class TextLSTM(TextRecurrent):
 
     gates = 4
 
-    def first(self, vectors: Tensor) -> tuple[Tensor, ...]:
+    def first(self, vectors: Tensor) -> State:
         zeros = vectors.new_zeros(vectors.shape[0], self.hidden)
         return zeros, zeros
 
-    def step(self, given: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden, cell = state
-        into, forget, new, out = (given + self.kept(hidden)).chunk(4, -1)
-        cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
-        return out.sigmoid() * cell.tanh(), cell
+    def step(self, given: Tensor, state: State) -> State:
+        return lstm_step(given, self.kept(state[0]), state)
+
+
+def gru_step(given: Tensor, kept: Tensor, state: State) -> State:
+    """A GRU's state after one more input, from what its two linear layers make of the input and of the state."""
+    reset, update, new = given.chunk(3, -1)
+    kept_reset, kept_update, kept_new = kept.chunk(3, -1)
+    update = (update + kept_update).sigmoid()
+    new = (new + (reset + kept_reset).sigmoid() * kept_new).tanh()
+    return (new + update * (state[0] - new),)
+
+
+def lstm_step(given: Tensor, kept: Tensor, state: State) -> State:
+    """The same of an LSTM, whose state is its output and its cell."""
+    into, forget, new, out = (given + kept).chunk(4, -1)
+    cell = forget.sigmoid() * state[1] + into.sigmoid() * new.tanh()
+    return out.sigmoid() * cell.tanh(), cell
 
 
 def _mean(vectors: Tensor, real: Tensor) -> Tensor:

@@ -47,20 +47,6 @@ class Recurrent(nn.Module):
         return logits
 
 
-class Attention(nn.Module):
-    """A layer of a transformer, with dropout in its attention."""
-
-    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(input_shape[2], nhead=2, dim_feedforward=8, dropout=0.3, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=1, enable_nested_tensor=False)
-        self.out = nn.Linear(input_shape[2], classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.out(self.encoder(x[:, 0]).mean(1))
-        return logits
-
-
 class OtherLibraries(support.Wide):
     """Noise from Python and numpy."""
 
@@ -70,7 +56,7 @@ class OtherLibraries(support.Wide):
         return logits
 
 
-DRAWING = [Functional, Always, Recurrent, Attention, OtherLibraries]
+DRAWING = [Functional, Always, Recurrent, OtherLibraries]
 
 
 def scatter() -> None:

@@ -12,7 +12,7 @@ import torch
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.stacked.captured import WORTH_A_SHAPE
 from tests import support
-from tests.engines import test_frozen, test_global_draws
+from tests.engines import test_dropout, test_frozen, test_global_draws, test_sequences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda"
@@ -122,3 +122,20 @@ def test_draws_from_global_generators_repeat(tmp_path: Path, engine: Any, networ
         rounds, _ = run(tmp_path / str(number), engine, "fedproto", models=(network,), rounds=3)
         losses.append(rounds["loss_mean"].to_numpy())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [test_dropout.Dropped, test_dropout.SamplesSecond, support.Normed, test_sequences.Transformer,
+     test_sequences.Vision, test_sequences.Recurrent, test_sequences.Fused],
+)  # fmt: skip
+def test_captured_steps_use_the_masks_of_the_loop(tmp_path: Path, network: Any) -> None:
+    """Several steps are replayed with new masks, for uneven clients; cuDNN's recurrent layers are the reference."""
+    settings = {
+        "models": (network,), "dataset": support.tiny_dataset(channels=3), "clients": 6, "rounds": 3, "lr": 0.02,
+        "batch_size": 6, "training": {"epochs": 2},
+    }  # fmt: skip
+    expected, _ = run(tmp_path, SequentialEngine, "fedproto", **settings)
+    actual, federation = run(tmp_path, VectorizedEngine, "fedproto", **settings)
+    assert all(step._graphs for step in federation.engine._steps.values()) and federation.engine._steps
+    assert actual["loss_mean"].to_numpy() == pytest.approx(expected["loss_mean"].to_numpy(), rel=1e-3)

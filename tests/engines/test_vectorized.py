@@ -94,16 +94,6 @@ def test_a_scalar_parameter_is_clipped_like_any_other(tmp_path: Path) -> None:
     assert_agree(tmp_path, "fedapen", lr=0.01, rounds=3, training={"clip": 0.1, "momentum": 0.9})
 
 
-def test_dropout_goes_through_the_loop_and_says_so_once(tmp_path: Path) -> None:
-    models = (support.Normed, support.Wide)
-    expected, _, _ = run(tmp_path, SequentialEngine, "fedproto", models=models)
-    actual, notes, _ = run(tmp_path, VectorizedEngine, "fedproto", models=models)
-    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
-    assert [note["note"] for note in notes if "one after another" in note["note"]] == [
-        "clients with Normed train one after another: it has dropout, whose draws belong to one client"
-    ]
-
-
 class Branching(support.Wide):
     """Its forward decides on the data, which can't be stacked."""
 

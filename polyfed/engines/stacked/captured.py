@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -71,28 +71,30 @@ class CapturedStep:
         self._inputs: State = {}
         self._number = torch.zeros(1, dtype=torch.int64, device=step.total.device)
 
-    def run(self, plan: Plan) -> None:
-        """Queue all steps of a plan, from a fresh optimiser state."""
+    def run(self, plan: Plan, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
+        """Queue all steps of a plan, from a fresh optimiser state; `generators` are the clients' own, for dropout."""
         if plan.active and not self._prepared:
             self.step.prepare(plan.at(0))
             self._prepared = True
         self.step.reset()
         self._load(plan)
         width = plan.inputs["rows"].shape[2]
-        for active, samples in zip(plan.active, plan.samples, strict=True):
+        drops = generators() if self.step.masks.calls else ()
+        for active, samples, real in zip(plan.active, plan.samples, plan.real, strict=True):
             count = self._count(active)
+            masks = self.step.masks.draw(drops, real, samples, stay=samples == width)
             if samples == width and count in self._graphs:
                 self._graphs[count].replay()
                 continue
             self.step.set_modes()
-            self._take(count, samples)  # a warm-up that counts
+            self._take(count, samples, masks)  # a warm-up that counts
             if samples == width and self._stream.cuda is not None:
-                self._graphs[count] = self._capture(count, samples)
+                self._graphs[count] = self._capture(count, samples, masks)
 
-    def _capture(self, count: int, samples: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, count: int, samples: int, masks: State) -> torch.cuda.CUDAGraph:
         try:
             with self._stream.capture() as graph:
-                self._take(count, samples)
+                self._take(count, samples, masks)
             return graph
         except RuntimeError as error:
             problem = reason(error)
@@ -106,10 +108,11 @@ class CapturedStep:
             self._inputs[name][: len(tensor)].copy_(tensor)
         self._number.zero_()
 
-    def _take(self, count: int, samples: int) -> None:
+    def _take(self, count: int, samples: int, masks: State) -> None:
         """The next step, for the first clients; it reads its own number from memory, so a graph of it can too."""
         chosen = {name: t[:, :count].index_select(0, self._number)[0] for name, t in self._inputs.items()}
-        self._parts[count]({name: tensor[:, :samples] for name, tensor in chosen.items()})
+        inputs = {name: tensor[:, :samples] for name, tensor in chosen.items()}
+        self._parts[count](inputs | {name: mask[:count] for name, mask in masks.items()})
         self._number += 1
 
     def _count(self, active: int) -> int:

@@ -1,8 +1,9 @@
-"""How the layers of the vectorized engine's networks are computed on a GPU: some by our own kernels.
+"""How the layers of the vectorized engine's networks are computed: on a GPU some by our own kernels.
 
 `vmap` has rules for convolution and max-pooling, but slow ones: a convolution with a group of channels per client, and
 a pooling that first moves every image. A network calls PyTorch's functions as usual; inside `StackedLayers` the calls
-that our kernels can serve go to them, with gradients and a rule for `vmap`, and all others are left alone.
+that our kernels can serve go to them, with gradients and a rule for `vmap`, and all others are left alone. Attention
+and recurrent layers, for which `vmap` has no rules, are made of plain operations on every device (`sequences.py`).
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polyfed.engines.stacked.convolutions import MOST_VALUES, Way, Windows, way
+from polyfed.engines.stacked.sequences import UNFUSED
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class StackedLayers(TorchFunctionMode):
-    """Inside, layers on a GPU are computed in our ways where possible, some by our kernels."""
+    """Inside, layers on a GPU are computed in our ways where possible, some by our kernels; fused layers in parts."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in SERVED and args and on_gpu(args[0]) and kernels() is not None:
+        result = None
+        if function in UNFUSED:
+            result = UNFUSED[function](*args, **kwargs)
+        elif function in SERVED and args and on_gpu(args[0]) and kernels() is not None:
             result = SERVED[function](*args, **kwargs)
-            if result is not None:
-                return result
+        if result is not None:
+            return result
         return function(*args, **kwargs)
 
 

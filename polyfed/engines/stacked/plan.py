@@ -28,6 +28,8 @@ class Plan:
     """For each step, the number of clients up to the last one that has a batch."""
     samples: list[int]
     """For each step, the number of samples per client: a full batch, or fewer if nothing may be padded."""
+    real: list[list[int]]
+    """For each step, the number of samples of each client that are no padding."""
     left_out: list[Tensor]
     """For each client, the samples that are not visited, each as often as it would have been."""
 
@@ -70,7 +72,7 @@ def new_plan(
     filled = (inputs["rows"] >= 0).sum(2)
     active = ((filled > 0) * torch.arange(1, size + 1)).amax(1).tolist()
     samples = [width] * len(filled) if pads else filled.amax(1).tolist()
-    return Plan(inputs, active, samples, left_out)
+    return Plan(inputs, active, samples, filled.tolist(), left_out)
 
 
 def _table(passes: Sequence[Epoch], width: int) -> State:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,22 @@ from polyfed.compute import precision
 from polyfed.data import Dataset
 from polyfed.engines.client.batches import IMAGE, VIEWS, augmented
 from polyfed.engines.client.round import batch_norm_trains, set_modes
+from polyfed.engines.stacked.dropout import PREFIX, Masks, dropout_layers, find_calls, masked
 from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.engines.stacked.norms import MaskedNorms
+from polyfed.engines.stacked.sequences import keep_weights_apart
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
 from polyfed.methods.parts.network import Applied, ClientNetwork
-from polyfed.models import SeededDropout
 from polyfed.population import Population
 
 
 class StackedApplied(Applied):
     """The same with our own kernels."""
+
+    def __init__(self, network: ClientNetwork, function: Callable[..., object]) -> None:
+        super().__init__(network, function)
+        keep_weights_apart(network)
 
     def forward(self, *arguments: object) -> object:
         before = list(self.network.buffers())
@@ -95,6 +101,8 @@ class PhaseStep:
         self._training = training
         self.bf16 = training.bf16
         self._groups = groups
+        self._dropout = dropout_layers(network)
+        self.masks = Masks((), size, population.device)
         self._loss = StackedApplied(network, self._masked_loss)
         self._gradient = grad(self._client_loss, has_aux=True)
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
@@ -109,19 +117,53 @@ class PhaseStep:
     def prepare(self, inputs: State) -> None:
         """Learn from one client's first batch what all steps have in common; no state changes.
 
-        That is which parameters the loss depends on, where it matters, and the length of the vectors that it returns.
+        That is which parameters the loss depends on, where it matters, the length of the vectors that it returns, and
+        which masks it needs for dropout.
         """
         self.set_modes()
         decays = self._training.weight_decay > 0
         trained = {name: tensor.clone().requires_grad_(decays) for name, tensor in _first(self.trained).items()}
         frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}  # batch norm would change it
+        batch = _first(self._batch(inputs))
+        samples = len(batch["y"])
+        with torch.no_grad():
+            of = partial(_resized, batch)
+            calls = find_calls(self._dropout, samples, lambda count: self._client_loss(trained, frozen, of(count)))
+        self.masks = Masks(calls, len(self.total), self.total.device)
         with torch.set_grad_enabled(decays):
-            mean, seen = self._client_loss(trained, frozen, _first(self._batch(inputs)))
+            mean, seen = self._client_loss(trained, frozen, batch | _first(self.masks.draw((), (), samples)))
         if decays:
             self._leave_out_unreached(trained, mean)
         if "vectors" in seen:
             shape = (len(self.total), self._classes, seen["vectors"].shape[-1])
             self.sums = torch.zeros(shape, device=self.total.device, dtype=torch.float64)
+
+    def check_masks(self, inputs: State) -> None:
+        """Raise if masks in a padded batch would meet other samples than those they are drawn for.
+
+        The gradient must be that of the batch without padding. It is not if the network arranges samples in an order
+        that depends on their number.
+        """
+        if not self.masks.calls:
+            return
+        self.set_modes()
+        batch = _first(self._batch(inputs))
+        samples = len(batch["y"])
+        real = batch["mask"].new_ones(samples + 1)
+        real[-1] = False
+        short, padded = self.masks.trial(samples, samples + 1)
+        batches = (batch | {"mask": real[:-1]} | short, _resized(batch, samples + 1) | {"mask": real} | padded)
+        coarse, self.bf16 = self.bf16, False  # its rounding would hide small differences
+        one, two = (self._flat_gradient(each) for each in batches)
+        self.bf16 = coarse
+        if not bool((one - two).abs().max() <= 0.01 * one.abs().max()):
+            raise RuntimeError("its dropout layers see the samples of a batch in an order that depends on their number")
+
+    def _flat_gradient(self, batch: State) -> Tensor:
+        """The first client's gradient on its batch, as one vector."""
+        frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}
+        gradients, _ = grad(self._client_loss, has_aux=True)(_first(self.trained), frozen, batch)
+        return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
     def reset(self) -> None:
         """Start a phase afresh."""
@@ -165,7 +207,7 @@ class PhaseStep:
         if views is not None:
             batch["views"] = views
         batch = {name: tensor.unflatten(0, rows.shape) for name, tensor in batch.items()} | {"mask": rows >= 0}
-        return batch | {name: tensor for name, tensor in inputs.items() if name.startswith("drawn.")}
+        return batch | {name: tensor for name, tensor in inputs.items() if name.startswith(("drawn.", PREFIX))}
 
     def _masked_loss(self, network: ClientNetwork, batch: State) -> tuple[Tensor, State]:
         drawn = {n.removeprefix("drawn."): tensor for n, tensor in batch.items() if n.startswith("drawn.")}
@@ -173,7 +215,7 @@ class PhaseStep:
         # A client that has finished gets a batch too, so that its loss is a number and its gradient exactly zero.
         given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("views"), drawn)
         norms = nullcontext() if self._exact else MaskedNorms(network, mask)
-        with precision(batch["x"].device, bf16=self.bf16), norms:
+        with precision(batch["x"].device, bf16=self.bf16), norms, masked(self._dropout, batch):
             outcome = self._phase.loss(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
         total = torch.where(mask, values, 0.0).sum()
@@ -238,6 +280,11 @@ def _first(stacked: Any) -> Any:
     return tree_map(lambda tensor: tensor[0], stacked)
 
 
+def _resized(batch: State, samples: int) -> State:
+    """The first samples of one client's batch, or all and the first one again."""
+    return {name: torch.cat([tensor, tensor[:1]])[:samples] for name, tensor in batch.items()}
+
+
 def _column(values: Tensor, like: Tensor) -> Tensor:
     """One value per client, shaped to multiply a stacked tensor."""
     return values.view(-1, *(1,) * (like.dim() - 1))
@@ -246,8 +293,6 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 def unstackable(network: nn.Module) -> str | None:
     """What prevents a network from being stacked, and its step from being captured."""
     for module in network.modules():
-        if isinstance(module, SeededDropout) and module.p > 0:
-            return "it has dropout, whose draws belong to one client"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             return "it has batch norm without running statistics, which looks at all samples even in evaluation"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
