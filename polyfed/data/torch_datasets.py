@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -57,7 +56,7 @@ def as_sample(image: Any) -> Tensor:
 def no_dataset(data: object) -> InputError:
     """The error for `data=` that is neither a name nor a `Dataset`: how to make one from it."""
     kind, home = type(data).__name__, type(data).__module__.partition(".")[0]
-    if isinstance(data, pd.DataFrame | pd.Series):
+    if home == "pandas" and kind in ("DataFrame", "Series"):
         remedy = "make it with polyfed.from_arrays(frame[columns].to_numpy('float32'), frame[label].to_numpy())"
     elif isinstance(data, np.ndarray | Tensor):
         remedy = "make it with polyfed.from_arrays(x, y), which needs the labels too"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
 
@@ -17,7 +17,7 @@ import torch
 from polyfed.compute import physical_memory
 from polyfed.config import RaySettings
 from polyfed.engines.client import round as local
-from polyfed.engines.client.flops import ClientFlops, count_flops
+from polyfed.engines.client.flops import ClientFlops, measured_flops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench, hollow, state_of
 from polyfed.evaluation import Evaluation, Score
@@ -258,12 +258,8 @@ class LocalEngine(Engine):
                 self._first.pop(name, None)
 
     def _measure(self, client: int) -> ClientFlops:
-        """Count with tensors without content, which costs nothing; with real ones if the network looks at its data."""
         with watched():  # a network may draw from a global generator, which must not change for the caller
-            try:
-                return count_flops(self.population.new_network(client).to("meta"), self.population.method)
-            except (RuntimeError, NotImplementedError):
-                return count_flops(self.population.new_network(client), self.population.method)
+            return measured_flops(partial(self.population.new_network, client), self.population.method)
 
     def _client_flops(self, client: int) -> ClientFlops:
         name = self.population.architectures[client].name

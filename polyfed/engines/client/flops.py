@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyfed.methods.base import Batch, Method, Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.shapes import kind_of
 
 _SAMPLES = 2  # batch norm needs two
+
+Counting: TypeAlias = Callable[[Callable[[], object]], float]
+"""Does some work and returns its operations."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,29 @@ class ClientFlops:
         return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
 
 
-def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
+def measured_flops(build: Callable[[], ClientNetwork], method: Method) -> ClientFlops:
+    """Count one architecture's operations per sample, with fresh networks.
+
+    Most are counted with two samples on the CPU. Where kernels hide products there, tensors without content show them,
+    but these need `torch.compile`, which takes two seconds to import. A network that looks at its data needs real
+    tensors again, without the fused kernels.
+    """
+    attempts: tuple[tuple[Callable[[], ClientNetwork], Counting], ...] = (
+        (lambda: build().cpu(), _quick),
+        (lambda: build().to("meta"), _thorough),
+    )
+    for attempt, counting in attempts:
+        with suppress(RuntimeError):  # NotImplementedError is one
+            return count_flops(attempt(), method, counting)
+    return count_flops(build(), method)
+
+
+def count_flops(network: ClientNetwork, method: Method, counting: Counting | None = None) -> ClientFlops:
     """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
     # That module imports this one for ClientFlops.
     from polyfed.engines.client.round import set_modes
 
+    count = counting or _thorough
     device = next(network.parameters()).device
     shape = method.task.input_shape
     x = torch.zeros(_SAMPLES, *shape, device=device, dtype=kind_of(shape))
@@ -60,8 +82,8 @@ def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
             return method.collect.of(network.eval(), x) if method.collect else None
 
     with _unfused(network, device):
-        phases = {phase.name: _count(partial(step, phase)) for phase in method.phases()}
-        collected = _count(gather)
+        phases = {phase.name: count(partial(step, phase)) / _SAMPLES for phase in method.phases()}
+        collected = count(gather) / _SAMPLES
     if method.collect and method.collect.covariance:
         vectors = gather()
         assert vectors is not None
@@ -90,7 +112,46 @@ def _unfused(network: ClientNetwork, device: torch.device) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(attends)
 
 
-def _count(work: Callable[[], object]) -> float:
+def _thorough(work: Callable[[], object]) -> float:
+    from torch.utils.flop_counter import FlopCounterMode
+
     with FlopCounterMode(display=False) as counter:
         work()
-    return float(counter.get_total_flops()) / _SAMPLES
+    return float(counter.get_total_flops())
+
+
+def _quick(work: Callable[[], object]) -> float:
+    with _Sum() as counter:
+        work()
+    return counter.total
+
+
+class _Sum(TorchDispatchMode):
+    """Adds up torch's formulas, as its own counter does, but without importing `torch.compile`.
+
+    Raises where the numbers would differ: operators of higher order, and kernels for attention and recurrent layers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so there is nothing to skip; torch would import the compiler to skip it."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils.flop_counter import flop_registry
+
+        given: dict[str, Any] = kwargs or {}
+        if any(kind in str(func) for kind in ("attention", "rnn", "lstm", "gru")):
+            raise NotImplementedError(f"{func} is fused")
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            with self:  # it may consist of operators that have one
+                made = func.decompose(*args, **given)
+            return func(*args, **given) if made is NotImplemented else made
+        made = func(*args, **given)
+        self.total += formula(*args, **given, out_val=made)
+        return made
