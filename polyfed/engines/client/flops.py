@@ -121,7 +121,8 @@ def _thorough(work: Callable[[], object]) -> float:
 
 
 def _quick(work: Callable[[], object]) -> float:
-    with _Sum() as counter:
+    counter = _Sum()
+    with counter:
         work()
     return counter.total
 
@@ -133,7 +134,7 @@ class _Sum(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0.0
 
     @classmethod
