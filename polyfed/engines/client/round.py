@@ -6,9 +6,11 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +25,21 @@ from polyfed.engines.client.workbench import state_of
 from polyfed.errors import ClientError, DivergedError, InputError, PolyfedError, clients_named, first_line, user_place
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State, largest
-from polyfed.methods.base import Batch, Phase, Reply, Trained
+from polyfed.methods.base import Batch, Method, Phase, Reply, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
 from polyfed.models import set_generator
 from polyfed.population import Population
 
+Result = TypeVar("Result")
+
 EVALUATION_BATCH = 64
 LARGEST_LOSS = 1e9
 """A mean loss beyond this has diverged, although it is still a number."""
+
+
+def silent(words: str) -> None:
+    """Tell nobody."""
 
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
@@ -68,13 +76,14 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     notes = [note for result in results for note in result.notes]
     network.eval()
     with torch.no_grad(), population.global_draws("answer", round, client):
-        some = population.dataset.batch(data.train[:EVALUATION_BATCH], population.device)
-        notes += [remark for remark, true in method.inspect(network, Batch(*some)).items() if bool(true)]
+        if type(method).inspect is not Method.inspect:
+            some = population.dataset.batch(data.train[:EVALUATION_BATCH], population.device)
+            notes += [remark for remark, true in method.inspect(network, Batch(*some)).items() if bool(true)]
         answer = Trained(
             population.counts[client],
             round,
             state=state_of(network),
-            statistics=collect(population, data, network),
+            statistics=collect(population, data, network, notes.append),
             tracked=next((result.tracked for result in results if result.tracked), None),
         )
         check_statistics([answer], [client], round)
@@ -231,41 +240,73 @@ def left_out(phase: Phase) -> str:
     return f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"
 
 
-def collect(population: Population, data: ClientData, net: ClientNetwork) -> ClassStatistics | None:
+def collect(
+    population: Population, data: ClientData, net: ClientNetwork, say: Callable[[str], None] = silent
+) -> ClassStatistics | None:
     """The method's class statistics over all training samples, as they are (not augmented)."""
     wanted = population.method.collect
     if wanted is None:
         return None
-    vectors, labels = [], []
-    for chunk in data.train.split(EVALUATION_BATCH):
-        x, y = population.dataset.batch(chunk, population.device)
-        vectors.append(wanted.of(net, x))
-        labels.append(y)
+    found = in_batches(population, data.train, partial(wanted.of, net), say)
+    vectors, labels = (torch.cat(part) for part in zip(*found, strict=True))
     gather = class_covariances if wanted.covariance else class_means
-    return gather(torch.cat(vectors), torch.cat(labels), population.task.classes)
+    return gather(vectors, labels, population.task.classes)
 
 
-def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluation:
+def in_batches(
+    population: Population, samples: Tensor, work: Callable[[Tensor], Result], say: Callable[[str], None]
+) -> list[tuple[Result, Tensor]]:
+    """What a function of images gives for these samples, batch by batch, each with its labels.
+
+    Where memory runs out it continues with batches of half the size, and says so.
+    """
+    size, start = EVALUATION_BATCH, 0
+    results: list[tuple[Result, Tensor]] = []
+    while start < len(samples) or not results:
+        try:
+            x, y = population.dataset.batch(samples[start : start + size], population.device)
+            results.append((work(x), y))
+            start += size
+            continue
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error) or size == 1:
+                raise
+        size //= 2  # out here, the error no longer holds on to the memory of what failed
+        say(smaller_batches(size))
+    return results
+
+
+def smaller_batches(size: int) -> str:
+    """The remark on a pass over samples that ran out of memory and could continue."""
+    return f"passes without training ran out of memory; they continue with {size} samples at once"
+
+
+def evaluate(
+    population: Population, client: int, net: ClientNetwork, say: Callable[[str], None] = silent
+) -> Evaluation:
     """Count what is predicted as what, of the client's test and validation samples."""
     data = population.data[client]
     net.eval()
     with torch.no_grad():
-        test, validation = (counted_predictions(population, net, part) for part in (data.test, data.validation))
-        rules = test or validation or counted_predictions(population, net, data.train[:1])
+        count = partial(counted_predictions, population, net, say=say)
+        test, validation = count(data.test), count(data.validation)
+        rules = test or validation or count(data.train[:1])
     none: dict[str, Cells] = dict.fromkeys(rules, ())
     return Evaluation.of(test or none, validation or none)
 
 
-def counted_predictions(population: Population, net: ClientNetwork, samples: Tensor) -> dict[str, Cells]:
+def counted_predictions(
+    population: Population, net: ClientNetwork, samples: Tensor, say: Callable[[str], None]
+) -> dict[str, Cells]:
     """What each rule predicts these samples as, counted by class; empty if there are no samples."""
-    true: list[Tensor] = []
-    predicted: dict[str, list[Tensor]] = {}
-    for chunk in samples.split(EVALUATION_BATCH) if len(samples) else ():
-        x, y = population.dataset.batch(chunk, population.device)
-        true.append(y)
-        for rule, scores in population.method.predict(net, x).items():
-            predicted.setdefault(rule, []).append(scores.argmax(1))
-    if not true:
+
+    def predict(x: Tensor) -> dict[str, Tensor]:
+        return {rule: scores.argmax(1) for rule, scores in population.method.predict(net, x).items()}
+
+    if not len(samples):
         return {}
-    tables = torch.stack([torch.cat(part) for part in (true, *predicted.values())]).cpu().numpy()
-    return {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(predicted, tables[1:], strict=True)}
+    found = in_batches(population, samples, predict, say)
+    rules = list(found[0][0])
+    columns = [[y for _, y in found], *([own[rule] for own, _ in found] for rule in rules)]
+    tables = torch.stack([torch.cat(column) for column in columns]).cpu().numpy()
+    return {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(rules, tables[1:], strict=True)}
