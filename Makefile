@@ -6,7 +6,7 @@ TESTED := $(VENV)/ready-for-tests
 PICTURES := $(VENV)/ready-for-pictures
 FLOWER := $(VENV)/ready-for-federations
 
-.PHONY: demo federation test test-long lint bench learn clean
+.PHONY: demo federation test test-long test-federation lint bench learn clean
 
 demo: $(READY)
 	$(VENV)/bin/polyfed run fedproto --rounds 15
@@ -21,6 +21,10 @@ test: $(TESTED)
 # What takes minutes: kills and power cuts at every file operation, ten thousand mutated replies
 test-long: $(TESTED)
 	$(VENV)/bin/python -m pytest -m long
+
+# Servers and sites as real processes: killed, stopped, slow, away
+test-federation: $(TESTED)
+	$(VENV)/bin/python -m pytest -m federation
 
 lint: $(TESTED)
 	$(VENV)/bin/ruff check .

@@ -14,10 +14,10 @@ import torch
 
 from polyfed import confusion
 from polyfed.addresses import PYTHON, trusting
-from polyfed.assemble import assemble, facts
+from polyfed.assemble import assemble, facts, named_data, settled
 from polyfed.compute import machine_name, out_of_memory
 from polyfed.config import Experiment, experiment, named_by
-from polyfed.data import Dataset, no_dataset
+from polyfed.data import as_data, with_given, without_lists
 from polyfed.engines import EngineSettings, new_engine
 from polyfed.errors import DivergedError, InputError, LostError, RunError
 from polyfed.export.card import run_card
@@ -31,7 +31,7 @@ from polyfed.records import Restored, RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.report.progress import watched
 from polyfed.report.summary import result_html
-from polyfed.resuming import changed_settings, check_trusted, differences, located
+from polyfed.resuming import changed_settings, check_trusted, differences, given_data, located
 from polyfed.server.federation import Federation, Watcher
 from polyfed.server.scores import percent
 from polyfed.trackers.fed import run_tracked
@@ -140,8 +140,8 @@ class Result:
 def run(
     method: str | type[Method] | Mapping[str, Any],
     *,
-    data: str | Dataset = "digits",
-    models: Models = "papers",
+    data: Any = "digits",
+    models: Models | None = None,
     out: str | Path | Callable[[], Path] | None = None,
     watcher: Watcher | None = None,
     progress: bool | None = None,
@@ -150,10 +150,12 @@ def run(
     """Run one experiment and return its result.
 
     `method` is a name, a subclass of `polyfed.Method`, or a mapping with a `name` (either) and options. `data` is a
-    name or a `Dataset` (`polyfed.from_arrays` makes one), `models` names, classes, factories or networks. `settings`
-    are the fields of `polyfed.Experiment`, and `epochs`, `batch_size`, `lr` and `preset`. `out` is the run's folder, or
-    a function that names one when the run begins; without it the folder is temporary and lives as long as the result.
-    On a terminal and in a notebook a bar shows the progress, unless `progress` is False or there is a `watcher`.
+    name, a path, a `Dataset`, arrays (x, y) or (x, y, client), a frame, a torch or Hugging Face dataset, or a list with
+    one of these per client; `models` are names, classes, factories or networks. `settings` are the fields of
+    `polyfed.Experiment`, and `epochs`, `batch_size`, `lr` and `preset`; `partition` may also be a list with the indices
+    of each client's samples, or a function that makes one from a dataset and the seed. `out` is the run's folder, or a
+    function that names one when the run begins; without it the folder is temporary and lives as long as the result. On
+    a terminal and in a notebook a bar shows the progress, unless `progress` is False or there is a `watcher`.
 
     >>> result = run("fedproto", clients=4, rounds=1)                       # doctest: +SKIP
     >>> result.clients[["architecture", "accuracy_final"]]                  # doctest: +SKIP
@@ -164,36 +166,44 @@ def run(
 
 def _run(
     method: str | type[Method] | Mapping[str, Any],
-    data: str | Dataset,
-    models: Models,
+    data: Any,
+    models: Models | None,
     out: str | Path | Callable[[], Path] | None,
     watcher: Watcher,
     settings: Mapping[str, Any],
 ) -> Result:
-    if not isinstance(data, str | Dataset):
-        raise no_dataset(data)
+    settings, lists = without_lists(settings)
+    with enough_memory("the data"):
+        data = as_data(data, settings)
     if out is not None and not str(out).strip():
         raise InputError("the run's folder (out) has an empty name: give it one, or leave it out.")
     config = experiment(
         method=method,
         data=data if isinstance(data, str) else PYTHON + data.name,
-        models=models if isinstance(models, str) else PYTHON + ",".join(a.name for a in resolve(models)),
+        **({} if models is None else {"models": _described(models)}),
         **settings,
     )
-    own_data, own_models = None if isinstance(data, str) else data, None if isinstance(models, str) else models
+    own_models = None if isinstance(models, str) else models
     with enough_memory("the experiment"):
-        population = assemble(config, own_data, own_models)
+        dataset = with_given(named_data(config) if isinstance(data, str) else data, lists, config.seed)
+        config = settled(config, dataset)
+        population = assemble(config, dataset, own_models)
     temporary = tempfile.TemporaryDirectory(prefix="polyfed-run-") if out is None else None
     folder = _create(temporary.name if temporary else out, config, facts(population))
     with folder.owned():
         return _go(config, population, folder, watcher, temporary=temporary)
 
 
+def _described(models: Models) -> str:
+    return models if isinstance(models, str) else PYTHON + ",".join(each.name for each in resolve(models))
+
+
 def resume(
     path: str | Path,
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     models: Models | None = None,
+    partition: Any = None,
     watcher: Watcher | None = None,
     progress: bool | None = None,
     rounds: int | None = None,
@@ -204,18 +214,23 @@ def resume(
 ) -> Result:
     """Continue an unfinished run; a finished one is only read. Pass `data` and `models` again if they came from Python.
 
+    So must be a `partition` that was a list or a function.
+
     `rounds` lets the run, finished or not, continue to that many. `from_round` goes back to the checkpoint of that
     round. `settings` of the training or the method may change from there. `repair` lets clients whose states are lost
     start from their initial weights. `trust` allows polyfed to import the code that the run's settings name.
     """
     with watched(watcher, progress) as told:
-        return _resume(path, data, models, told, rounds, from_round, settings or {}, repair=repair, trust=trust)
+        return _resume(
+            path, data, models, partition, told, rounds, from_round, settings or {}, repair=repair, trust=trust
+        )
 
 
 def _resume(
     path: str | Path,
-    data: Dataset | None,
+    data: Any,
     models: Models | None,
+    partition: Any,
     watcher: Watcher,
     rounds: int | None,
     from_round: int | None,
@@ -224,8 +239,6 @@ def _resume(
     repair: bool,
     trust: bool,
 ) -> Result:
-    if not isinstance(data, Dataset | None):
-        raise no_dataset(data)
     if not isinstance(settings, Mapping):
         raise InputError(f"settings is {settings!r}, but must be a mapping, such as {{'training': {{'lr': 0.01}}}}.")
     if not isinstance(from_round, int | None) or isinstance(from_round, bool):
@@ -241,7 +254,8 @@ def _resume(
     def people() -> Population:
         check_trusted(config, folder.path / "config.yaml", trust=trust, given=given)
         with enough_memory("the experiment"), trusting(trust, typed):
-            return assemble(located(config, folder.began_in), data, models)
+            here = located(config, folder.began_in)
+            return assemble(here, given_data(here, data, partition), models)
 
     longer = rounds is not None and folder.finished and rounds > before.rounds
     if folder.finished and not longer:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyfed.addresses import PYTHON
 from polyfed.compute import physical_memory, set_precision
-from polyfed.config import Experiment
+from polyfed.config import Experiment, experiment
 from polyfed.data import (
     ClientData,
     Dataset,
     check_tested,
     chosen_test_set,
+    describe_clients,
     describe_test_set,
+    in_pieces,
     layout_hint,
     load_dataset,
     partition,
@@ -33,6 +36,7 @@ from polyfed.models import (
     assign,
     default_auxiliary,
     default_features,
+    default_group,
     resolve,
     smallest,
 )
@@ -55,7 +59,6 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     examples = example_networks(owned, dataset, config.training, features, config.match_features)
     chosen = find_method(str(config.method["name"]))
     profiles = {name: network_profile(name, example) for name, example in examples.items()}
-    check_common(chosen, {client: profiles[architecture.name] for client, architecture in owned.items()})
     check_head_trains(chosen, owned[0].name, examples[owned[0].name])
     task = Task(
         input_shape=dataset.input_shape,
@@ -71,12 +74,13 @@ def assemble(config: Experiment, data: Dataset | None = None, models: Models | N
     dataset, clients = dealt(config, dataset)
     check_tested(dataset, config.split, clients)
     method = chosen(chosen.Config(**config.options), task, config.training)
+    check_common(method, {client: profiles[architecture.name] for client, architecture in owned.items()})
     check_scored(config, method)
     population = gathered(config, dataset, dict(enumerate(clients)), owned, method, device, examples)
     return replace(
         population,
         test_set=chosen_test_set(dataset, config.split, config.test_set),
-        notes=[*describe_test_set(dataset, config.split, config.test_set, clients), *population.notes],
+        notes=[*_notes(config, dataset, clients), *population.notes],
         devices=None if config.devices is None else new_devices(config.devices, config.clients, config.seed),
     )
 
@@ -184,8 +188,14 @@ def _hash(tensors: Mapping[str, Tensor], *, values: bool, layers: str = "") -> s
     for name, tensor in tensors.items():
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if values:
-            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            for piece in in_pieces(tensor.detach()) if tensor.ndim else [tensor.detach()]:
+                found.update(piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def _notes(config: Experiment, dataset: Dataset, clients: list[ClientData]) -> list[str]:
+    about = describe_test_set(dataset, config.split, config.test_set, clients)
+    return [describe_clients(dataset), *about] if config.partition in ("natural", "given") else about
 
 
 def _check_size(config: Experiment, dataset: Dataset) -> None:
@@ -248,7 +258,22 @@ def named_data(config: Experiment) -> Dataset:
             f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "
             "polyfed.resume(run, data=…)."
         )
-    return load_dataset(config.data, config.data_folder, label=config.label)
+    return load_dataset(config.data, config.data_folder, label=config.label, client=config.client, image=config.image)
+
+
+def settled(config: Experiment, dataset: Dataset) -> Experiment:
+    """The experiment with what follows from its data, where the user left it open.
+
+    Data that say whose they are decide on the partition and the clients; the kind of samples decides on the networks. A
+    number of clients that contradicts the data is refused when samples are dealt.
+    """
+    chosen, changes = config.model_fields_set, dict[str, Any]()
+    if "models" not in chosen:
+        changes["models"] = default_group(dataset.input_shape)
+    if dataset.clients and (config.partition in ("natural", "given") or "partition" not in chosen):
+        changes["partition"] = config.partition if "partition" in chosen else "natural"
+        changes["clients"] = config.clients if "clients" in chosen else dataset.clients
+    return experiment(**{**config.model_dump(), **changes}) if changes else config
 
 
 def _architectures(config: Experiment, models: Models | None) -> list[Architecture]:

@@ -56,9 +56,13 @@ class Experiment(Settings):
 
     method: dict[str, Any] = Field(description="name and options of the method")
     data: str = Field("digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH")
-    label: str | None = Field(None, min_length=1, description="the column of a table that holds the classes")
+    label: str | None = Field(None, min_length=1, description="the column that holds the classes, in data with columns")
+    client: str | None = Field(None, min_length=1, description="the column that says whose a sample is")
+    image: str | None = Field(None, min_length=1, description="the column that holds the samples; none: it is found")
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
-    partition: Partition = Field("shares", description="how samples are distributed among clients")
+    partition: Partition = Field(
+        "shares", description="how samples are distributed among clients; natural, if the data say whose they are"
+    )
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
     alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")
     min_samples: int | None = Field(
@@ -70,9 +74,13 @@ class Experiment(Settings):
         description="whether a test set that comes with the data is kept apart or pooled with the rest; auto: apart "
         "for your own data, pooled for named datasets",
     )
-    clients: int = Field(10, ge=1, description="clients in the federation")
+    clients: int = Field(10, ge=1, description="clients in the federation; with natural, as many as the data have")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients that take part in a round")
-    models: str = Field("papers", description="a group, networks separated by commas, or package.module:factory")
+    models: str = Field(
+        "papers",
+        description="a group, networks separated by commas, or package.module:factory; left out: papers for images, "
+        "signal4, text4 or tabular4 for other samples",
+    )
     head: str | list[str] | dict[str, str] | None = Field(
         None,
         description="the layer that is the head in your own networks, or one for each of them, separated by commas; "
@@ -212,6 +220,11 @@ class Experiment(Settings):
                 "'devices: three-tier', or leave the deadline out."
             )
         return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was set, without what is only a default."""
+        return self.model_dump(exclude_unset=True)
 
     @property
     def participants(self) -> int:

@@ -6,12 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from polyfed.confusion import Cells, as_text, correct, from_text, samples
+from polyfed.metrics import FURTHER, Metric, class_sizes, from_counts, is_imbalanced
 
 Part = Literal["test", "validation"]
 PARTS: tuple[Part, ...] = ("test", "validation")
+Further: TypeAlias = Mapping[Part, Mapping[str, Mapping[Metric, float | None]]]
+"""Metrics beside accuracy by part and rule; None where one is not known."""
 
 
 class Score(ABC):
@@ -19,6 +22,8 @@ class Score(ABC):
 
     confusion: Mapping[str, Cells]
     """By rule, which classes of the test samples are predicted as which; empty where that is not known."""
+    further: Further
+    """Metrics beside accuracy; empty where they are not known."""
 
     @property
     @abstractmethod
@@ -44,6 +49,23 @@ class Score(ABC):
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, for a checkpoint."""
 
+    def measure(self, metric: Metric, part: Part = "test", rule: str | None = None) -> float:
+        """One metric of a part's samples, by default by the method's own rule; NaN where it is not known."""
+        if metric == "accuracy":
+            return self.share(part, rule)
+        known = self.further.get(part, {}).get(rule or self.rules[0], {}).get(metric)
+        return math.nan if known is None else known
+
+    @property
+    def largest_class(self) -> float:
+        """The share of the test samples that the largest of their classes has; NaN where that is not known."""
+        return math.nan
+
+    @property
+    def imbalanced(self) -> bool:
+        """Whether the client's test samples are known to be imbalanced."""
+        return False
+
     def accuracy(self, rule: str | None = None) -> float:
         """Test accuracy, by default of the method's own rule; NaN for a client without test samples."""
         return self.share("test", rule)
@@ -58,7 +80,9 @@ class Score(ABC):
         if isinstance(values.get("test"), Mapping):
             return Shares.from_dict(values)
         confusion = {rule: from_text(text) for rule, text in dict(values.get("confusion", {})).items()}
-        return Evaluation(**{**values, "confusion": confusion})
+        classes = values.get("test_classes")
+        known = None if classes is None else (int(classes[0]), int(classes[1]))
+        return Evaluation(**{**values, "confusion": confusion, "test_classes": known})
 
 
 @dataclass(frozen=True)
@@ -70,13 +94,28 @@ class Evaluation(Score):
     test_correct: dict[str, int]
     validation_correct: dict[str, int]
     confusion: Mapping[str, Cells] = field(default_factory=dict)
+    further: Further = field(default_factory=dict)
+    test_classes: tuple[int, int] | None = None
+    """How many classes the test samples have, and how many samples the largest; None where it was not recorded."""
 
     @staticmethod
-    def of(test: Mapping[str, Cells], validation: Mapping[str, Cells]) -> Evaluation:
-        """From the counts of both parts, by the same rules."""
-        sizes = [samples(next(iter(part.values()))) for part in (test, validation)]  # the same by every rule
-        right = [{rule: correct(cells) for rule, cells in part.items()} for part in (test, validation)]
-        return Evaluation(sizes[0], sizes[1], right[0], right[1], dict(test))
+    def of(
+        test: Mapping[str, Cells],
+        validation: Mapping[str, Cells],
+        aucs: Mapping[Part, Mapping[str, float | None]] | None = None,
+    ) -> Evaluation:
+        """From the counts of both parts, by the same rules; with two classes also their AUC."""
+        parts: dict[Part, Mapping[str, Cells]] = {"test": test, "validation": validation}
+        sizes = [samples(next(iter(part.values()))) for part in parts.values()]  # the same by every rule
+        right = [{rule: correct(cells) for rule, cells in part.items()} for part in parts.values()]
+        further: dict[Part, dict[str, Mapping[Metric, float | None]]] = {}
+        for name, part in parts.items():
+            further[name] = {rule: from_counts(cells) for rule, cells in part.items()}
+            if aucs is not None:
+                further[name] = {rule: {**own, "auc": aucs[name].get(rule)} for rule, own in further[name].items()}
+        held = class_sizes(next(iter(test.values())))
+        classes = len(held), max(held.values(), default=0)
+        return Evaluation(sizes[0], sizes[1], right[0], right[1], dict(test), further, classes)
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -91,12 +130,21 @@ class Evaluation(Score):
             return self.test_correct[rule], self.test
         return self.validation_correct[rule], self.validation
 
+    @property
+    def largest_class(self) -> float:
+        return math.nan if self.test_classes is None or not self.test else self.test_classes[1] / self.test
+
+    @property
+    def imbalanced(self) -> bool:
+        return self.test_classes is not None and is_imbalanced(self.largest_class, self.test_classes[0])
+
     def without_confusion(self) -> Evaluation:
         return replace(self, confusion={})
 
     def told(self) -> dict[str, Any]:
         """What a client elsewhere tells of it, as plain values: counts would show how much of which data it has."""
-        return Shares(*({rule: self.share(part, rule) for rule in self.rules} for part in PARTS)).to_dict()
+        test, validation = ({rule: self.share(part, rule) for rule in self.rules} for part in PARTS)
+        return Shares(test, validation, self.further).to_dict()
 
     def to_dict(self) -> dict[str, Any]:
         counts = {name: value for name, value in vars(self).items() if name != "confusion"}
@@ -105,10 +153,11 @@ class Evaluation(Score):
 
 @dataclass(frozen=True)
 class Shares(Score):
-    """Which share of a client's samples is predicted correctly, by rule; NaN where it has none."""
+    """Which share of a client's samples is predicted correctly, by rule, and further metrics; NaN where it has none."""
 
     test: Mapping[str, float]
     validation: Mapping[str, float]
+    further: Further = field(default_factory=dict)
     confusion: Mapping[str, Cells] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -127,8 +176,9 @@ class Shares(Score):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they travel too; JSON has no NaN, so a missing share is None."""
-        parts = {part: getattr(self, part) for part in PARTS}
-        return {part: {rule: None if x != x else x for rule, x in found.items()} for part, found in parts.items()}
+        parts: dict[str, Mapping[str, float]] = {part: getattr(self, part) for part in PARTS}
+        told = {part: {rule: None if x != x else x for rule, x in found.items()} for part, found in parts.items()}
+        return {**told, **({"further": self.further} if self.further else {})}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Shares:
@@ -137,12 +187,29 @@ class Shares(Score):
         >>> Shares.from_dict({"test": {"classifier": 0.5}, "validation": {"classifier": None}}).accuracy()
         0.5
         """
-        if not isinstance(values, Mapping) or values.keys() != set(PARTS):
+        if not isinstance(values, Mapping) or values.keys() - {"further"} != set(PARTS):
             raise ValueError(f"scores are not those of {' and '.join(PARTS)}")
         test, validation = ({rule: _checked(x) for rule, x in dict(values[part]).items()} for part in PARTS)
         if not test or list(test) != list(validation):
             raise ValueError("the parts are not scored by the same rules")
-        return Shares(test, validation)
+        return Shares(test, validation, _checked_further(values.get("further", {}), list(test)))
+
+
+def _checked_further(values: object, rules: list[str]) -> Further:
+    """Metrics beside accuracy as they came: none, or of both parts by the same rules, each a share or missing."""
+    if not isinstance(values, Mapping) or values.keys() - set(PARTS) or (values and len(values) != len(PARTS)):
+        raise ValueError("further scores are not those of the parts")
+    found: dict[Part, dict[str, Mapping[Metric, float | None]]] = {}
+    for part in PARTS if values else ():
+        if list(values[part]) != rules:
+            raise ValueError("further scores are not by the same rules")
+        found[part] = {}
+        for rule in rules:
+            own = dict(values[part][rule])
+            if own.keys() - set(FURTHER):
+                raise ValueError("there is a score of another name")
+            found[part][rule] = {each: None if own[each] is None else _checked(own[each]) for each in own}
+    return found
 
 
 def _checked(share: object) -> float:

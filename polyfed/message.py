@@ -249,6 +249,18 @@ class Schema:
                     raise BadMessage(f"'{name}' holds a count above {LARGEST_COUNT}.")
 
 
+def check_download_metadata(metadata: Mapping[str, Tensor], classes: int) -> None:
+    """Raise `BadMessage` for metadata that no download has: they are rows of integers from 0; labels are classes."""
+    for name, tensor in metadata.items():
+        _check_type(name[:100], tensor, torch.int64)
+        if tensor.dim() != 1:
+            raise BadMessage(f"'{name[:100]}' has shape {tuple(tensor.shape)}, but is not a row of numbers.")
+        if name == "labels":
+            _check_labels(name, tensor, classes)
+        elif bool((tensor < 0).any()):
+            raise BadMessage(f"'{name[:100]}' holds a number below 0.")
+
+
 def _check_names(kind: str, found: Mapping[str, Tensor], expected: Mapping[str, Floats | Labels | Counts]) -> None:
     unknown = sorted(set(found) - set(expected), key=str)
     missing = sorted(name for name, entry in expected.items() if name not in found and not entry.optional)

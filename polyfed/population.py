@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyfed.data import ClientData, Dataset
 from polyfed.devices import Device
+from polyfed.errors import InputError
 from polyfed.methods.base import Knowledge, MessageStep, Method, Task, Training
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Architecture
@@ -87,6 +88,8 @@ class Population:
 
     def on_device(self) -> Population:
         """The same clients with all images on the compute device, so that a batch is one lookup there."""
+        if self.device.type == "cuda":
+            _check_fits(self.dataset, torch.cuda.mem_get_info(self.device)[0])
         moved = replace(
             self.dataset, images=self.dataset.images.to(self.device), labels=self.dataset.labels.to(self.device)
         )
@@ -142,3 +145,13 @@ class Population:
         if self.architectures[client].name not in self.draws:
             return nullcontext()
         return seeded(self.seed, f"network/{purpose}", round, client, device=self.device)
+
+
+def _check_fits(dataset: Dataset, free: int) -> None:
+    """Raise if the samples are larger than what a GPU has left: engines keep all of them there."""
+    needed = dataset.images.nbytes
+    if needed > free and dataset.images.device.type == "cpu":
+        raise InputError(
+            f"the samples of '{dataset.name}' need {needed / 1e9:.1f} GB, but the GPU has {free / 1e9:.1f} GB left: "
+            f"use device cpu, where samples stay in memory or on disk until they are needed."
+        )

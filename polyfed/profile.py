@@ -67,7 +67,7 @@ def network_profile(name: str, network: SplitNetwork) -> Profile:
     )
 
 
-def check_common(method: type[Method], profiles: Mapping[int, Profile]) -> None:
+def check_common(method: Method, profiles: Mapping[int, Profile]) -> None:
     """Raise unless the clients have in common what the method needs; the error names the clients and the difference."""
     alike = len({profile.features for profile in profiles.values()}) == 1
     head_remedy = (

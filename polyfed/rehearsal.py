@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from polyfed.engines.client.probing import ask
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.errors import InputError, PolyfedError, clients_named, first_line, user_place
 from polyfed.methods.base import Batch, Phase
@@ -118,6 +119,9 @@ def _try(population: Population, network: ClientNetwork, name: str) -> None:
             method.predict(network, x)
             if method.collect is not None:
                 method.collect.of(network, x)
+            if method.probe is not None:
+                mode = "the probe after training"
+                ask(method.probe, network, Batch(x, y), Batch(x, y))
     except _NotFeatures as error:
         raise InputError(
             f"{name} gives a value of type {error} in training mode, but it must give one tensor of logits there too: "

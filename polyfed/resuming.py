@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.addresses import PYTHON, needs_trust
+from polyfed.assemble import named_data
 from polyfed.config import Experiment, experiment, merged
-from polyfed.data import parse_address
+from polyfed.data import Dataset, as_data, parse_address, with_given
 from polyfed.devices import MIXES
 from polyfed.errors import InputError
 from polyfed.records.origin import fixed_settings, shown
@@ -76,3 +77,20 @@ def located(config: Experiment, began_in: Path) -> Experiment:
     if not folder.exists() and (began_in / folder).exists():
         changes["data_folder"] = began_in / folder
     return config.model_copy(update=changes)
+
+
+def given_data(config: Experiment, data: Any, partition: Any) -> Dataset | None:
+    """The data of a run that continues, as far as they came from Python; None: they are named."""
+    if (config.partition == "given") != (partition is not None):
+        raise InputError(
+            "the partition came from Python; pass it again: polyfed.resume(run, partition=…)."
+            if partition is None
+            else f"the run has the partition {config.partition}, so none can be passed: leave it out."
+        )
+    if data is not None:
+        data = as_data(data, config.model_dump())
+        if isinstance(data, str):
+            raise InputError(f"data is '{data}', but the run names its data itself: leave data out.")
+    if partition is None:
+        return data  # type: ignore[no-any-return]
+    return with_given(data or named_data(config), partition, config.seed)

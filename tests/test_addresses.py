@@ -68,7 +68,9 @@ MORE: dict[str, set[str]] = {
     "fedkd": AUXILIARY,
     "fedmrl": AUXILIARY,
     "fedapen": AUXILIARY | each("batches/mixing") | each("batches/adapted") | {"parts/0/0", "parts/0/1"},
+    "fedl2g": {"server/guiding vectors/0", *each("probe"), "parts/0/0", "parts/0/1"},
     "pfedes": {"initial/proxy", *each("batches/proxy")},
+    "pfedafm": AUXILIARY | each("batches/shared"),
 }  # fmt: skip
 """What methods draw beyond what all draw."""
 
@@ -137,6 +139,10 @@ def test_engines_ask_for_the_same_batches(asked: list[str]) -> None:
         assert batches == each("batches/model") | each("batches/mixing") | each("batches/adapted")
         assert {address for address in asked if address.startswith("parts/")} == {"parts/0/0", "parts/0/1"}
         assert {address for address in asked if address.startswith("upload/")} == each("upload")
+        asked.clear()
+        run("fedl2g", engine=engine)
+        probes = {address for address in asked if address.startswith("probe/") and "/0/" not in address}
+        assert probes == each("probe")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,7 @@ def test_engines_ask_for_the_same_batches(asked: list[str]) -> None:
         (("batches/model", 2, 1), 5143646986715504577),
         (("parts", 0, 1), 1410509411745378761),
         (("dropout", 2, 1), 7117366848806044509),
+        (("probe", 2, 1), 8478057824654326557),
         (("network/model", 2, 1), 3852185145879457459),
         (("upload", 2, 1), 1987590966984483028),
         (("server", "header", 2), 3947544012822776926),

@@ -40,7 +40,7 @@ SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", 
         (("standalone", "--rounds", "abc"), "rounds is 'abc', but must be a whole number at least 1"),
         (("standalone", "--rounds", "2.5"), "rounds is 2.5, but must be a whole number at least 1"),
         (("standalone", "--lr", "nan"), "training.lr is nan, but must be a number greater than 0"),
-        (("standalone", "--round", "3"), "no such option:? '?--round'?.*`.*run --help` lists what there is"),
+        (("standalone", "--round", "3"), "no such option:? '?--round.*`.*run --help` lists what there is"),
         (("standalone", "--rounds"), "'--rounds' requires an argument"),
         ((), "missing argument 'METHOD|FILE.yaml'"),
         (("standalone", "--out", ""), "--out is empty: name the run's folder"),
@@ -146,7 +146,7 @@ def test_ctrl_c_before_the_run_begins_is_one_line_without_advice(
 ) -> None:
     """A real signal, as if it came while a dataset is decoded."""
 
-    def decode(*arguments: object, **options: object) -> None:
+    def decode(*arguments: object, **columns: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("polyfed.assemble.load_dataset", decode)
@@ -331,8 +331,8 @@ def test_help_describes_every_option(shell: Shell) -> None:
     ):  # fmt: skip
         assert f"--{option}" in ended.output
     words = " ".join(ended.output.replace("│", " ").split())
-    assert "distributed among clients; one of shares, pathological, dirichlet, iid (default: shares)" in words
-    assert "clients in the federation (default: 10)" in words
+    assert "whose they are; one of shares, pathological, dirichlet, iid, natural, given (default: shares)" in words
+    assert "clients in the federation; with natural, as many as the data have (default: 10)" in words
 
 
 def test_python_m_polyfed_is_polyfed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,8 +40,14 @@ def compare(
         str | None, typer.Option(metavar="TEXT", help="the rule of prediction (default: each method's own)")
     ] = None,
     target: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="say what it takes to reach this accuracy, such as 0.8")
+        float | None, typer.Option(metavar="NUMBER", help="say what it takes to reach this value, such as 0.8")
     ] = None,
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="what methods are ranked by; one of accuracy, balanced_accuracy, macro_f1, auc"
+        ),
+    ] = "accuracy",
     no_noise_floor: Annotated[
         bool, typer.Option("--no-noise-floor", help="don't run one of the runs twice to see how much it varies")
     ] = False,
@@ -58,7 +64,8 @@ def compare(
         quiet or jobs > 1 or not out_console.is_terminal,  # a line for every round of many runs would bury the rest
         lambda watcher: compared(
             methods, out=out, seeds=seeds, sweeps=sweeps, jobs=jobs, baseline=None if no_differences else baseline,
-            round=round, rule=rule, target=target, noise_floor=not no_noise_floor, trust=trust, watcher=watcher,
+            round=round, rule=rule, target=target, metric=metric, noise_floor=not no_noise_floor, trust=trust,
+            watcher=watcher,
             tell=(lambda line: None) if quiet else lambda line: out_console.print(line, soft_wrap=True), **changes,
         ),
         lambda watcher: f"stopped; the same command continues in {out}.",

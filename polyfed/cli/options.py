@@ -19,9 +19,9 @@ from polyfed.yaml_text import parse_value
 
 NESTED = ", ".join(f"{group}.NAME" for group in ("method", *GROUPS))
 NAMES = (
-    "data", "label", "partition", "classes_per_client", "alpha", "split", "test_set", "clients", "participation",
-    "models", "features", "rounds", "epochs", "batch_size", "lr", "preset", "seed", "engine", "device", "devices",
-    "eval_every", "checkpoint_every",
+    "data", "label", "client", "partition", "classes_per_client", "alpha", "split", "test_set", "clients",
+    "participation", "models", "features", "rounds", "epochs", "batch_size", "lr", "preset", "seed", "engine",
+    "device", "devices", "eval_every", "checkpoint_every",
 )  # fmt: skip
 """Settings with an option of their own; --set reaches all others."""
 

@@ -53,7 +53,7 @@ def run(
         config = checked(**merged({"method": method}, changes))
     if out is not None and not out.strip():
         raise InputError("--out is empty: name the run's folder, or omit --out for a new one under runs/.")
-    values = config.model_dump()
+    values = config.given
     folder = Path(out) if out else NextFolder(config)
     with trusting(trust or not from_file, named_by(changes)):
         _show(quiet, lambda watcher: api.run(**values, out=folder, watcher=watcher))

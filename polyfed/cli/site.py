@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from polyfed.addresses import trusting
-from polyfed.cli.base import AsJson, Quiet, Trust, error_console, out_console, show_list
+from polyfed.cli.base import AsJson, Quiet, Trust, error_console, out_console, show_list, watch
 from polyfed.cli.export import Format, show_exported
 from polyfed.deploy import show
 from polyfed.deploy.announce import announce
@@ -71,8 +71,12 @@ def run(file: SiteFile = Path("site.yaml"), trust: Trust = False, quiet: Quiet =
 
     with trusting(trust):
         member = read_member(file, trust=trust)
-        take_part(member, tell)
+        watch(True, lambda watcher: take_part(member, tell), lambda watcher: _stopped(file))
     out_console.print(str(member.settings.folder), soft_wrap=True)
+
+
+def _stopped(file: Path) -> str:
+    return f"stopped; `polyfed site run {file}` continues, also in the middle of a round."
 
 
 def export(

@@ -33,6 +33,13 @@ def tune(
     sampler: Annotated[str, typer.Option(help="tpe (learns from earlier trials) or grid (tries every combination)")] = (
         "tpe"
     ),
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="what validation samples are scored by; one of accuracy, balanced_accuracy, macro_f1, auc",
+        ),
+    ] = "accuracy",
     prune: Annotated[
         bool, typer.Option(help="stop a trial that is worse than the median of its method's earlier ones")
     ] = True,
@@ -40,7 +47,7 @@ def tune(
     out: Annotated[str | None, typer.Option(metavar="FOLDER", help="the search's folder")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Search for a method's best settings. By validation accuracy, as many trials for every method."""
+    """Search for a method's best settings. By validation accuracy or another metric, as many trials for each."""
     from polyfed.comparison.compare import parse_seeds  # only this command and compare need statistics
     from polyfed.tuning import tune as search_for
 
@@ -59,7 +66,7 @@ def tune(
         True,
         lambda watcher: search_for(
             methods, out=out, trials=trials, seeds=parse_seeds(seeds), sampler=chosen,
-            search=parse_search(search or [], chosen), prune=prune, keep_runs=keep_runs,
+            search=parse_search(search or [], chosen), metric=metric, prune=prune, keep_runs=keep_runs,
             watcher=watcher, tell=tell, note=lambda text: error_console.print(text, soft_wrap=True), **changes,
         ),
         lambda watcher: _stopped(out),

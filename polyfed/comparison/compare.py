@@ -14,11 +14,11 @@ import pandas as pd
 from polyfed.addresses import PYTHON
 from polyfed.comparison import folder as folders
 from polyfed.comparison import pictures, render
-from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, read_outcome
+from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, check_metric, read_outcome, without
 from polyfed.comparison.plan import Cell, MethodChoice, common_settings, grid, plan
 from polyfed.comparison.runner import run_cells
 from polyfed.comparison.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
-from polyfed.data import Dataset
+from polyfed.data import Dataset, as_data
 from polyfed.errors import InputError, RunError
 from polyfed.models import Models, resolve
 from polyfed.ranges import typed
@@ -69,8 +69,9 @@ def compare(
     round: str = "final",
     rule: str | None = None,
     target: float | None = None,
+    metric: str = "accuracy",
     noise_floor: bool = True,
-    data: str | Dataset | None = None,
+    data: Any = None,
     models: Models | None = None,
     trust: bool = False,
     watcher: Watcher | None = None,
@@ -80,15 +81,18 @@ def compare(
     """Run methods with several seeds and compare them; what is already finished in `out` is not run again.
 
     `methods` are names, classes, YAML files, or mappings with a `name`, options and a `label`. `sweeps` maps settings
-    to the values to try. `baseline` is the method that the others are compared with, or None. `settings` are those of
+    to the values to try. `metric` is what methods are ranked by: accuracy, balanced_accuracy, macro_f1 or, for two
+    classes, auc. `baseline` is the method that the others are compared with, or None. `settings` are those of
     `polyfed.run`. Runs that fail are in `failures`; the table has the others.
 
     >>> found = compare(["standalone", "fedproto"], seeds="0-2", rounds=5, out="proto")   # doctest: +SKIP
     >>> found.table[["method", "accuracy_final_mean", "difference_low", "difference_high"]]   # doctest: +SKIP
     """
+    data = None if data is None else as_data(data, settings)
     given = dict(settings) | _named(data, models)
     cells = plan(methods, parse_seeds(seeds) if isinstance(seeds, str) else seeds, given, sweeps, trust=trust)
-    question = Question(_checked_round(round), rule, find_baseline(cells, baseline), _checked_target(target))
+    ranked = check_metric(metric, data if isinstance(data, Dataset) else cells[0].config.data)
+    question = Question(_checked_round(round), rule, find_baseline(cells, baseline), _checked_target(target), ranked)
     path = Path(out)
     finish = partial(
         run_cells, jobs=jobs, watcher=watcher,
@@ -96,7 +100,7 @@ def compare(
     )  # fmt: skip
     with folders.claimed(path, cells):
         failures = finish(cells, path, tell=tell)
-        outcomes = _read(cells, path, rule, failures)
+        outcomes = _read(cells, path, question, failures)
         check_same_federation(cells, outcomes)
         again, noise = _noise_cell(cells, outcomes, question), None
         if noise_floor and again is not None:
@@ -164,7 +168,7 @@ def _write(comparison: Comparison, cells: Sequence[Cell], outcomes: Mapping[str,
     remarks = "".join(f"% {line}\n" for line in comparison.remarks)
     tables = "\n".join(render.latex(sheet) for sheet in parts)
     disk.write(path / "comparison.tex", f"% needs \\usepackage{{booktabs}}\n{remarks}\n{tables}")
-    pictures.draw(comparison.curves, comparison.table, comparison.swept, path)
+    pictures.draw(comparison.curves, comparison.table, comparison.swept, path, comparison.question.metric)
     if not comparison.swept:
         found = by_method({}, cells, outcomes)
         pictures.draw_ranks(shared_accuracies(found, comparison.question), path)
@@ -207,7 +211,7 @@ def _checked_target(target: float | None) -> float | None:
     return target
 
 
-def _read(cells: Sequence[Cell], path: Path, rule: str | None, failures: dict[str, str]) -> dict[str, Outcome]:
+def _read(cells: Sequence[Cell], path: Path, question: Question, failures: dict[str, str]) -> dict[str, Outcome]:
     """The outcomes of all runs that did not fail; one that can't be read has failed."""
     outcomes = {}
     for cell in cells:
@@ -218,8 +222,10 @@ def _read(cells: Sequence[Cell], path: Path, rule: str | None, failures: dict[st
         except InputError as error:
             failures[cell.name] = str(error)
             continue
-        if rule is not None:
-            outcomes[cell.name] = read_outcome(path / "runs" / cell.name, rule)
+        if question.rule is not None:
+            outcomes[cell.name] = read_outcome(path / "runs" / cell.name, question.rule)
+        if question.metric not in ("accuracy", *outcomes[cell.name].further):
+            raise without(path / "runs" / cell.name, question.metric)
     return outcomes
 
 
@@ -231,7 +237,8 @@ def _noise_cell(cells: Sequence[Cell], outcomes: Mapping[str, Outcome], question
 
 def _noise(cell: Cell, path: Path, outcomes: Mapping[str, Outcome], question: Question) -> float:
     again = read_outcome(path / "noise" / "runs" / cell.name, question.rule)
-    return abs(again.accuracy(question.round) - outcomes[cell.name].accuracy(question.round))
+    asked = question.metric, question.round
+    return abs(again.value(*asked) - outcomes[cell.name].value(*asked))
 
 
 def _conclude(
@@ -248,5 +255,5 @@ def _conclude(
     notes = notes_on(cells, outcomes, question)
     if drawing.missing():
         notes.append("Pictures need matplotlib: pip install 'polyfed[pictures]'.")
-    curves = pictures.curves_of(cells, outcomes)
+    curves = pictures.curves_of(cells, outcomes, question.metric)
     return Comparison(path, table, question, swept, failures, notes, noise, curves)

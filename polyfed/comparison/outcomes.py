@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
+from polyfed.data import SOURCES, Dataset
 from polyfed.errors import InputError
+from polyfed.metrics import FURTHER, METRICS, TITLES, Metric, checked_metric
 from polyfed.records import RunFolder
 from polyfed.records.claim import read_claim
+from polyfed.report.summary import tells_more
 
 RoundChoice = Literal["final", "best-validation", "best-test"]
 ROUNDS: dict[RoundChoice, str] = {
@@ -50,6 +53,14 @@ class Outcome:
     replies_left_out: int
     facts: Mapping[str, str]
     """Hashes of the data, the partition and the networks that the run began with."""
+    further: Mapping[Metric, Mapping[RoundChoice, float]] = field(default_factory=dict)
+    """Metrics beside accuracy as far as they are known, in the last round and in those that are best by the metric."""
+    further_clients: Mapping[Metric, np.ndarray] = field(default_factory=dict)
+    """Each client's in the last round; empty for any other rule than the method's."""
+    largest_class: float = math.nan
+    """The share of the largest class of a client's test samples, mean over clients."""
+    tells_more: bool = False
+    """Whether metrics beside accuracy say more: there are two classes, or they are imbalanced."""
 
     @property
     def seconds(self) -> float:
@@ -59,6 +70,20 @@ class Outcome:
     def accuracy(self, choice: RoundChoice = "final") -> float:
         """The federation's accuracy in the round that counts."""
         return float(getattr(self, ROUNDS[choice]))
+
+    def value(self, metric: Metric, choice: RoundChoice = "final") -> float:
+        """The federation's mean of a metric in the round that counts; NaN where it is not known."""
+        return self.accuracy(choice) if metric == "accuracy" else self.further.get(metric, {}).get(choice, math.nan)
+
+    def client_values(self, metric: Metric, choice: RoundChoice) -> np.ndarray:
+        """Each client's value of a metric; empty where that is not recorded."""
+        if metric == "accuracy":
+            return self.clients[choice]
+        return self.further_clients.get(metric, np.array([])) if choice == "final" else np.array([])
+
+    def worst_decile(self, metric: Metric, choice: RoundChoice) -> float:
+        """Mean over the worst tenth of the clients, as recorded; NaN where it is not."""
+        return self.worst_deciles[choice] if metric == "accuracy" else math.nan
 
 
 def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
@@ -89,7 +114,45 @@ def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
         totals={name: float(summary[name]) for name in (*COSTS, SIMULATED) if summary.get(name) is not None},
         replies_left_out=int((rounds["participants"] - rounds["replies"]).sum()),
         facts=read_claim(folder.path).get("facts", {}),
+        further=_further(test, validation),
+        further_clients=_further_clients(folder) if chosen == rules[0] else {},
+        largest_class=math.nan if summary.get("largest_class_mean") is None else summary["largest_class_mean"],
+        tells_more=tells_more(summary),
     )
+
+
+def check_metric(name: str, data: str | Dataset | None) -> Metric:
+    """The metric of that name; raises if there is none, or if it can't be known for these data."""
+    metric = checked_metric(name)
+    classes = data.classes if isinstance(data, Dataset) else SOURCES[data].classes if data in SOURCES else None
+    if metric == "auc" and classes not in (None, 2):
+        others = ", ".join(each for each in METRICS if each != metric)
+        raise InputError(f"metric is auc, which is for two classes, but the data have {classes}: use one of {others}.")
+    return metric
+
+
+def without(path: Path, metric: Metric) -> InputError:
+    """The error for a run that has not recorded a metric."""
+    need = "two classes, and clients with samples of both" if metric == "auc" else "samples"
+    return InputError(
+        f"the run in '{path}' has recorded no {TITLES[metric]}: it needs {need}, and a run that began with this "
+        "version of polyfed; use another metric, or run it again."
+    )
+
+
+def _further(test: pd.DataFrame, validation: pd.DataFrame) -> dict[Metric, dict[RoundChoice, float]]:
+    found: dict[Metric, dict[RoundChoice, float]] = {}
+    for metric in FURTHER:
+        column = f"{metric}_mean"
+        if column in test and test[column].notna().any():
+            places = _places(test[column], validation[column])
+            found[metric] = {choice: _at(test[column], place) for choice, place in places.items()}
+    return found
+
+
+def _further_clients(folder: RunFolder) -> dict[Metric, np.ndarray]:
+    frame = folder.clients().sort_values("client")
+    return {each: frame[f"{each}_final"].to_numpy(float) for each in FURTHER if f"{each}_final" in frame}
 
 
 def read_curve(folder: RunFolder) -> pd.DataFrame:
@@ -127,6 +190,7 @@ def _clients(folder: RunFolder) -> dict[RoundChoice, np.ndarray]:
 def _curve(test: pd.DataFrame, validation: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
     columns: dict[str, Any] = {"accuracy": test["accuracy_mean"], "validation": validation["accuracy_mean"]}
     columns |= {name: rounds[name].cumsum() for name in COSTS}
+    columns |= {metric: test[f"{metric}_mean"] for metric in FURTHER if f"{metric}_mean" in test}
     if SIMULATED in test:
         columns[SIMULATED] = test[SIMULATED]
     return pd.DataFrame(columns).reindex(test.index).reset_index()

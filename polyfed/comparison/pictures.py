@@ -12,14 +12,16 @@ import pandas as pd
 from polyfed.comparison import statistics
 from polyfed.comparison.outcomes import Outcome
 from polyfed.comparison.plan import Cell, concerns, grid
+from polyfed.comparison.table import column_of
+from polyfed.metrics import TITLES, Metric
 from polyfed.ranges import typed
 from polyfed.report import drawing
 
 
-def curves_of(cells: Sequence[Cell], outcomes: Mapping[str, Outcome]) -> pd.DataFrame:
-    """Accuracy over rounds, mean and sample standard deviation over seeds, for every method at every point."""
+def curves_of(cells: Sequence[Cell], outcomes: Mapping[str, Outcome], metric: Metric = "accuracy") -> pd.DataFrame:
+    """A metric over rounds, mean and sample standard deviation over seeds, for every method at every point."""
     frames = [
-        outcomes[cell.name].curve[["round", "accuracy"]].assign(
+        outcomes[cell.name].curve[["round", metric]].assign(
             method=cell.method, seed=cell.seed, **{name: typed(value) for name, value in point.items()}
         )
         for point in grid(cells)
@@ -27,21 +29,23 @@ def curves_of(cells: Sequence[Cell], outcomes: Mapping[str, Outcome]) -> pd.Data
         if cell.name in outcomes and concerns(cell, point)
     ]  # fmt: skip
     if not frames:
-        return pd.DataFrame(columns=["method", "round", "accuracy", "std"])
+        return pd.DataFrame(columns=["method", "round", metric, "std"])
     swept = list(grid(cells)[0])
-    grouped = pd.concat(frames).groupby(["method", *swept, "round"], sort=False)["accuracy"]
-    return grouped.agg(accuracy="mean", std="std").reset_index()
+    grouped = pd.concat(frames).groupby(["method", *swept, "round"], sort=False)[metric]
+    return grouped.agg(["mean", "std"]).rename(columns={"mean": metric}).reset_index()
 
 
-def draw(curves: pd.DataFrame, table: pd.DataFrame, swept: Sequence[str], folder: Path) -> None:
+def draw(
+    curves: pd.DataFrame, table: pd.DataFrame, swept: Sequence[str], folder: Path, metric: Metric = "accuracy"
+) -> None:
     """curves.png and curves.pdf; with one swept number sweep.png and sweep.pdf. Nothing without matplotlib."""
     if drawing.missing() or curves.empty:
         return
-    _draw_curves(curves, swept, folder)
+    _draw_curves(curves, swept, folder, metric)
     if len(swept) == 1 and table[swept[0]].nunique() > 1:
         values = pd.to_numeric(table[swept[0]], errors="coerce")
         if values.notna().all():
-            _draw_sweep(table.assign(value=values), swept[0], folder)
+            _draw_sweep(table.assign(value=values), swept[0], folder, metric)
 
 
 def draw_ranks(accuracies: pd.DataFrame, folder: Path) -> None:
@@ -75,7 +79,7 @@ def indistinct(ranks: np.ndarray, gap: float) -> list[tuple[float, float]]:
     return [(float(ranks[start]), float(ranks[end])) for start, end in groups]
 
 
-def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path) -> None:
+def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path, metric: Metric) -> None:
     """A panel for every point."""
     panels = list(curves.groupby(list(swept), sort=False)) if swept else [("", curves)]
     columns = min(3, len(panels))
@@ -83,10 +87,10 @@ def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path) -> No
     figure, axes = drawing.new_figure((1.5 + 4.5 * columns, 3.6 * rows), rows, columns)
     looks = drawing.looks(curves["method"].unique())
     for place, (point, frame) in zip(np.atleast_1d(axes).flat, panels, strict=False):
-        _lines(place, frame, "round", looks)
+        _lines(place, frame, "round", metric, looks)
         values = point if isinstance(point, tuple) else (point,)
         place.set_title(", ".join(f"{n} = {v}" for n, v in zip(swept, values, strict=False)), fontsize=9)
-        place.set(xlabel="round", ylabel="accuracy on test samples (%)")
+        place.set(xlabel="round", ylabel=f"{TITLES[metric]} on test samples (%)")
         place.xaxis.get_major_locator().set_params(integer=True)
     for place in list(np.atleast_1d(axes).flat)[len(panels) :]:
         place.set_axis_off()
@@ -94,21 +98,19 @@ def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path) -> No
     drawing.save(figure, folder / "curves")
 
 
-def _draw_sweep(table: pd.DataFrame, name: str, folder: Path) -> None:
-    column = {"final": "accuracy_final", "best-validation": "accuracy_at_best_validation"}.get(
-        table["round"].iloc[0], "accuracy_best_on_test"
-    )
-    frame = table.rename(columns={f"{column}_mean": "accuracy", f"{column}_std": "std"}).sort_values("value")
+def _draw_sweep(table: pd.DataFrame, name: str, folder: Path, metric: Metric) -> None:
+    column = column_of(metric, table["round"].iloc[0])
+    frame = table.rename(columns={f"{column}_mean": metric, f"{column}_std": "std"}).sort_values("value")
     figure, axes = drawing.new_figure((6, 3.6))
-    _lines(axes, frame, "value", drawing.looks(table["method"].unique()))
-    axes.set(xlabel=name, ylabel="accuracy on test samples (%)")
+    _lines(axes, frame, "value", metric, drawing.looks(table["method"].unique()))
+    axes.set(xlabel=name, ylabel=f"{TITLES[metric]} on test samples (%)")
     drawing.add_legend(figure, axes)
     drawing.save(figure, folder / "sweep")
 
 
-def _lines(axes: Any, frame: pd.DataFrame, x: str, looks: Mapping[str, Any]) -> None:
+def _lines(axes: Any, frame: pd.DataFrame, x: str, y: str, looks: Mapping[str, Any]) -> None:
     for method, own in frame.groupby("method", sort=False):
-        middle, around, look = 100 * own["accuracy"], 100 * own["std"].fillna(0), looks[str(method)]
+        middle, around, look = 100 * own[y], 100 * own["std"].fillna(0), looks[str(method)]
         axes.plot(own[x], middle, label=method, linewidth=1.6, markevery=max(1, len(own) // 8), **look)
         axes.fill_between(own[x], middle - around, middle + around, color=look["color"], alpha=0.1, linewidth=0)
     axes.grid(alpha=0.3)

@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from polyfed.comparison.statistics import FEWEST_SEEDS
-from polyfed.comparison.table import TARGETS, Question
+from polyfed.comparison.table import TARGETS, Question, column_of
+from polyfed.metrics import METRICS, TITLES, Metric
 from polyfed.report.summary import quantity
 
 Row = Mapping[str, Any]
 Show = Callable[[Row], str]
 METHOD: dict[str, Show] = {"method": lambda row: str(row["method"])}
-TITLES = {
+AMOUNTS = {
     "rounds_to_target": "rounds", "bytes_to_target": "bytes", "flops_to_target": "FLOPs",
     "simulated_seconds_to_target": "simulated seconds",
 }  # fmt: skip
@@ -43,7 +44,10 @@ def sheets(table: pd.DataFrame, swept: Sequence[str], question: Question) -> lis
         values = point if isinstance(point, tuple) else (point,)
         where = "".join(f", {name} = {value}" for name, value in zip(swept, values, strict=True))
         rows: list[Row] = [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
-        found.append(_sheet(f"accuracy in percent{where}", rows, _accuracies(frame), mark=question))
+        metric = question.metric
+        found.append(_sheet(f"{TITLES[metric]} in percent{where}", rows, _accuracies(frame, metric), mark=question))
+        if _shows_beside(frame, metric):
+            found.append(_sheet(f"beside {TITLES[metric]}, in percent{where}", rows, _beside(frame, metric)))
         if question.baseline is not None:
             title = f"compared with {question.baseline}, in percentage points{where}"
             found.append(_sheet(title, rows, _differences(frame, question.baseline)))
@@ -65,6 +69,11 @@ def legend(table: pd.DataFrame, question: Question, noise: float | None) -> list
         f"Mean over clients, then mean ± sample standard deviation over seeds. Differences, the worst decile and "
         f"clients worse off are of {rounds[question.round]}."
     ]
+    if _shows_beside(table, question.metric):
+        lines.append(
+            "Beside it are values of the last round. Largest class: the accuracy of always predicting the largest "
+            "class of a client's test samples; an accuracy close to it says little."
+        )
     lines += [f"Rules of prediction: {rules}."] if (rules := _rules(table)) else []
     if question.baseline is not None:
         lines.append(
@@ -83,7 +92,8 @@ def legend(table: pd.DataFrame, question: Question, noise: float | None) -> list
         lines.append(f"Noise floor: the same run done twice differed by {100 * noise:.2g} percentage points.")
     if question.target is not None:
         lines.append(
-            f"Target: accuracy {100 * question.target:g} %; a number is missing where not every seed reached it."
+            f"Target: {TITLES[question.metric]} {100 * question.target:g} %; a number is missing where not every seed "
+            "reached it."
         )
     return lines
 
@@ -143,16 +153,28 @@ def _sheet(title: str, rows: Sequence[Row], columns: Mapping[str, Show], mark: Q
     return Sheet(title, list(columns), texts, bold)
 
 
-def _accuracies(frame: pd.DataFrame) -> dict[str, Show]:
+def _accuracies(frame: pd.DataFrame, metric: Metric) -> dict[str, Show]:
     columns: dict[str, Show] = {
         **METHOD,
         "seeds": lambda row: str(row["seeds"]),
-        "final": _spread("accuracy_final"),
-        "at best validation": _spread("accuracy_at_best_validation"),
+        "final": _spread(column_of(metric, "final")),
+        "at best validation": _spread(column_of(metric, "best-validation")),
     }
-    if "accuracy_best_on_test_mean" in frame:
-        columns["best on test"] = _spread("accuracy_best_on_test")
+    best = column_of(metric, "best-test")
+    if f"{best}_mean" in frame:
+        columns["best on test"] = _spread(best)
     return {**columns, "worst decile": lambda row: _between(row, "worst_decile")}
+
+
+def _shows_beside(frame: pd.DataFrame, metric: Metric) -> bool:
+    return metric != "accuracy" or bool(frame["metrics_tell_more"].any())
+
+
+def _beside(frame: pd.DataFrame, metric: Metric) -> dict[str, Show]:
+    """The other metrics that are known, and what accuracy must be compared with."""
+    known = [m for m in METRICS if m != metric and frame[f"{column_of(m, 'final')}_mean"].notna().any()]
+    columns: dict[str, Show] = {TITLES[m]: _spread(column_of(m, "final")) for m in known}
+    return {**METHOD, **columns, "largest class": lambda row: _percent(row["largest_class_mean"])}
 
 
 def _differences(frame: pd.DataFrame, baseline: str) -> dict[str, Show]:
@@ -180,7 +202,7 @@ def _to_target(frame: pd.DataFrame) -> dict[str, Show]:
     return {
         **METHOD,
         "seeds reaching it": lambda row: f"{row['seeds_reaching_target']:.0f} of {row['seeds']}",
-        **{TITLES[name]: _amount(name) for name in known},
+        **{AMOUNTS[name]: _amount(name) for name in known},
     }
 
 

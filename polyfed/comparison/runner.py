@@ -87,11 +87,15 @@ def finish(
         # Its settings were just found to be those of the plan, so whatever code they name is what the user named.
         api.resume(path, watcher=watcher, progress=False, trust=True, data=data, models=models)
         return
-    values = config.model_dump()
+    values = config.given
     values |= {} if data is None else {"data": data}
     values |= {} if models is None else {"models": models}
     with trusting(True):
         api.run(**values, out=path, watcher=watcher, progress=False)
+
+
+FROM_DATA = ("partition", "clients")
+"""Settings that follow from the data, if these say whose they are and the user does not say otherwise."""
 
 
 def is_finished(config: Experiment, path: Path) -> bool:
@@ -102,6 +106,8 @@ def is_finished(config: Experiment, path: Path) -> bool:
     for name, value in wanted.items():
         # Settings that may change are no other run's, but code that only the file names must not be trusted.
         binding = name not in FREE or name == "rounds" or names_code(found.get(name))
+        if name in FROM_DATA and name not in config.model_fields_set:
+            continue
         if binding and name in found and found[name] != value:
             raise FolderError(
                 f"'{path}' holds a run with {name} {shown(found[name])}, not {shown(value)}: move it away, or use "
@@ -202,7 +208,7 @@ def _fetch_data(cells: Sequence[Cell]) -> None:
 
 
 def _portable(config: Experiment) -> dict[str, Any]:
-    return config.model_dump(mode="json")
+    return config.model_dump(mode="json", exclude_unset=True)
 
 
 def _tell_end(tell: Callable[[str], None], number: int, total: int, cell: Cell, errors: Errors) -> None:

@@ -13,6 +13,7 @@ from polyfed.comparison import statistics
 from polyfed.comparison.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
 from polyfed.comparison.plan import Cell, concerns, grid
 from polyfed.errors import InputError
+from polyfed.metrics import METRICS, TITLES, Metric
 from polyfed.ranges import typed
 from polyfed.seeds import numpy_generator
 
@@ -37,7 +38,9 @@ class Question:
     baseline: str | None = "standalone"
     """The method that the others are compared with; none: no differences."""
     target: float | None = None
-    """The accuracy for which to say when it was reached."""
+    """The accuracy, or value of the metric, for which to say when it was reached."""
+    metric: Metric = "accuracy"
+    """What methods are ranked by."""
 
 
 def table_of(cells: Sequence[Cell], outcomes: Mapping[str, Outcome], question: Question) -> pd.DataFrame:
@@ -70,6 +73,11 @@ def notes_on(cells: Sequence[Cell], outcomes: Mapping[str, Outcome], question: Q
         notes.append(
             f"A run keeps each client's accuracy only by the method's own rule, so clients worse off and the interval "
             f"of the worst decile are missing where the rule {' or '.join(other)} is another one."
+        )
+    if question.metric != "accuracy" and question.round != "final":
+        notes.append(
+            f"A run keeps each client's {TITLES[question.metric]} of the last round only, so clients worse off and the "
+            "worst decile are missing."
         )
     if question.round == "best-test":
         notes.append("The round was chosen by looking at the test samples, so these accuracies are too optimistic.")
@@ -116,12 +124,14 @@ def rows_at(point: Mapping[str, Any], found: Mapping[str, BySeed], question: Que
                 **{name: typed(value) for name, value in point.items()},
                 "rule": next((outcome.rule for outcome in own.values()), ""),
                 "round": question.round,
+                "metric": question.metric,
                 "seeds": len(own),
                 **_accuracies(own, question),
                 **_differences(own, alone, question),
                 **_clients(method, own, alone, question),
+                **_beside(own),
                 **_costs(own),
-                **_target(own, question.target),
+                **_target(own, question),
             }
         )
     for row, corrected in zip(rows, statistics.holm([row["p"] for row in rows]), strict=True):
@@ -131,20 +141,43 @@ def rows_at(point: Mapping[str, Any], found: Mapping[str, BySeed], question: Que
 
 
 def _accuracies(own: BySeed, question: Question) -> dict[str, float]:
-    """Best on test is named only if it was asked for."""
+    """Of all rounds that count accuracy and the metric; best on test is named only if it was asked for."""
     columns: dict[str, float] = {}
-    for choice, name in ROUNDS.items():
-        if choice != "best-test" or question.round == choice:
-            title = "accuracy_best_on_test" if choice == "best-test" else name
-            values = [outcome.accuracy(choice) for outcome in own.values()]
-            columns |= {f"{title}_mean": statistics.mean_of(values), f"{title}_std": statistics.spread_of(values)}
+    for metric in dict.fromkeys(("accuracy", question.metric)):
+        for choice in ROUNDS:
+            if choice != "best-test" or question.round == choice:
+                columns |= _spread(own, metric, choice)
     return columns
+
+
+def column_of(metric: Metric, choice: RoundChoice) -> str:
+    """What a metric in a round is called in the table, before `_mean` and `_std`.
+
+    >>> column_of("auc", "best-validation"), column_of("accuracy", "best-test")
+    ('auc_at_best_validation', 'accuracy_best_on_test')
+    """
+    return metric + ("_best_on_test" if choice == "best-test" else ROUNDS[choice].removeprefix("accuracy"))
+
+
+def _spread(own: BySeed, metric: Metric, choice: RoundChoice) -> dict[str, float]:
+    values, name = [outcome.value(metric, choice) for outcome in own.values()], column_of(metric, choice)
+    return {f"{name}_mean": statistics.mean_of(values), f"{name}_std": statistics.spread_of(values)}
+
+
+def _beside(own: BySeed) -> dict[str, Any]:
+    """All metrics in the last round, what always predicting the largest class reaches, and whether they are needed."""
+    columns: dict[str, Any] = {}
+    for metric in METRICS:
+        columns |= _spread(own, metric, "final")
+    columns["largest_class_mean"] = statistics.mean_of([outcome.largest_class for outcome in own.values()])
+    return {**columns, "metrics_tell_more": any(outcome.tells_more for outcome in own.values())}
 
 
 def _differences(own: BySeed, alone: BySeed, question: Question) -> dict[str, float]:
     """To the baseline, seed by seed."""
     shared = [seed for seed in own if seed in alone]
-    paired = [own[seed].accuracy(question.round) - alone[seed].accuracy(question.round) for seed in shared]
+    asked = question.metric, question.round
+    paired = [own[seed].value(*asked) - alone[seed].value(*asked) for seed in shared]
     interval = statistics.t_interval(paired)
     return {
         "difference_mean": interval.mean,
@@ -158,15 +191,16 @@ def _differences(own: BySeed, alone: BySeed, question: Question) -> dict[str, fl
 
 def _clients(method: str, own: BySeed, alone: BySeed, question: Question) -> dict[str, float]:
     """The worst tenth, and who would have done better alone."""
-    vectors = [outcome.clients[question.round] for outcome in own.values()]
+    asked = question.metric, question.round
+    vectors = [outcome.client_values(*asked) for outcome in own.values()]
     known = all(len(vector) for vector in vectors)
     deciles = [statistics.worst_decile(vector) for vector in vectors]
     if not known:
-        deciles = [outcome.worst_deciles[question.round] for outcome in own.values()]
+        deciles = [outcome.worst_decile(*asked) for outcome in own.values()]
     low, high = math.nan, math.nan
     if known:
         low, high = statistics.bootstrap_worst_decile(vectors, numpy_generator(0, "comparison", "worst decile", method))
-    pairs = [(own[seed].clients[question.round], alone[seed].clients[question.round]) for seed in own if seed in alone]
+    pairs = [(own[seed].client_values(*asked), alone[seed].client_values(*asked)) for seed in own if seed in alone]
     pairs = [(ours, theirs) for ours, theirs in pairs if len(ours) and len(ours) == len(theirs)]
     return {
         "worst_decile_mean": statistics.mean_of(deciles),
@@ -185,11 +219,12 @@ def _costs(own: BySeed) -> dict[str, float]:
     }
 
 
-def _target(own: BySeed, target: float | None) -> dict[str, float]:
+def _target(own: BySeed, question: Question) -> dict[str, float]:
     """What it took to reach the target, mean over seeds; NaN unless all of them reached it."""
+    target = question.target
     if target is None:
         return {}
-    places = {seed: statistics.first_reaching(o.curve["accuracy"].to_numpy(), target) for seed, o in own.items()}
+    places = {seed: statistics.first_reaching(o.curve[question.metric].to_numpy(), target) for seed, o in own.items()}
     reached = [(own[seed].curve, place) for seed, place in places.items() if place is not None]
     columns: dict[str, float] = {"seeds_reaching_target": len(reached)}
     for name, parts in TARGETS.items():
@@ -202,10 +237,11 @@ def _target(own: BySeed, target: float | None) -> dict[str, float]:
 
 
 def shared_accuracies(found: Mapping[str, BySeed], question: Question) -> pd.DataFrame:
-    """The accuracies that are compared: a row per method that has runs, a column per seed that all of these have."""
+    """The values that are compared: a row per method that has runs, a column per seed that all of these have."""
     present = {method: own for method, own in found.items() if own}
     shared = sorted(set.intersection(*(set(own) for own in present.values()))) if present else []
-    values = {method: [own[seed].accuracy(question.round) for seed in shared] for method, own in present.items()}
+    asked = question.metric, question.round
+    values = {method: [own[seed].value(*asked) for seed in shared] for method, own in present.items()}
     return pd.DataFrame.from_dict(values, orient="index", columns=pd.Index(shared), dtype=float)
 
 

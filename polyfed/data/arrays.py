@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.data.dataset import Dataset
+from polyfed.data.labels import count_classes, no_regression, numbered
+from polyfed.data.mapped import ROWS, in_pieces, mapped_tensor
+from polyfed.data.natural import with_clients
 from polyfed.errors import InputError
 
 Array = NDArray[Any] | Tensor
@@ -32,13 +35,16 @@ def from_arrays(
     class_names: Sequence[str] | None = None,
     vocabulary: int | None = None,
     padding: int | None = None,
+    client: Array | Sequence[Any] | None = None,
+    client_test: Array | Sequence[Any] | None = None,
 ) -> Dataset:
     """A dataset from numpy arrays or torch tensors.
 
     `uint8` images may be N,H,W or N,H,W,C or N,C,H,W; they are normalised with the mean and standard deviation per
     channel of `x`. Float arrays of any shape are used as they are. Labels are whole numbers 0 … C − 1, each of which
-    occurs; give `classes` or `class_names` if some do not occur in these samples. Samples of `x_test` are kept for
-    testing, unless the experiment's `test_set` says otherwise.
+    occurs; give `classes` or `class_names` if some do not occur in these samples. Words and one-hot rows are accepted
+    too. Samples of `x_test` are kept for testing, unless the experiment's `test_set` says otherwise. `client` and
+    `client_test` say whose each sample is, by numbers or names, for the partition `natural`.
 
     Integers are token ids if `vocabulary` says how many different ones there are; `padding` is the id that fills short
     samples, if there is one, and then lists of different lengths are accepted too.
@@ -47,11 +53,16 @@ def from_arrays(
     >>> dataset.input_shape, dataset.classes
     ((1, 28, 28), 3)
     """
+    if isinstance(class_names, str):
+        raise InputError(f"class_names is the text '{class_names}': give a list with a name for each class.")
+    class_names = None if class_names is None else tuple(str(each) for each in class_names)
+    y, y_test, class_names = numbered(y, y_test, name, class_names)
     tokens = vocabulary is not None
     if tokens and padding is not None:
         x, x_test = _filled(x, x_test, padding)
     images, labels, official_test = join_arrays(x, y, x_test, y_test, name, tokens=tokens)
-    return measured_dataset(images, labels, official_test, name, classes, class_names, vocabulary, padding)
+    dataset = measured_dataset(images, labels, official_test, name, classes, class_names, vocabulary, padding)
+    return with_clients(dataset, client, client_test)
 
 
 def join_arrays(
@@ -66,6 +77,11 @@ def join_arrays(
         return images, labels, 0
     if len(x_test) == 0 and len(y_test) == 0:
         raise InputError(f"dataset '{name}' has an empty test set: leave x_test and y_test out, or fill them.")
+    if isinstance(x, np.memmap):
+        raise InputError(
+            f"dataset '{name}' stays on disk, so x_test can't be joined with it: leave x_test and y_test out, and the "
+            f"split reserves test samples in each client."
+        )
     test_images, test_labels = _images(x_test, name, tokens=tokens), _labels(y_test, name)
     _check_pairs(test_images, test_labels, name)
     if test_images.dtype != images.dtype or test_images.shape[1:] != images.shape[1:]:
@@ -87,13 +103,11 @@ def measured_dataset(
     padding: int | None = None,
 ) -> Dataset:
     """A dataset that is normalised with the statistics of its own training images."""
-    if isinstance(class_names, str):
-        raise InputError(f"class_names is the text '{class_names}': give a list with a name for each class.")
     training = images[: len(images) - official_test]
     mean, std = channel_statistics(training) if images.dtype == torch.uint8 else ((), ())
     names = () if class_names is None else tuple(str(each) for each in class_names)
     if classes is None:
-        classes = len(names) or _count_classes(labels, name)
+        classes = len(names) or count_classes(labels, name)
         if names and int(labels.max()) >= classes:
             raise InputError(
                 f"dataset '{name}' has labels up to {int(labels.max())}, but {classes} class_names: give a name for "
@@ -195,17 +209,18 @@ def _images(x: Array, name: str, *, tokens: bool = False) -> Tensor:
             f"dataset '{name}' has {tensor.dtype} data of shape {tuple(tensor.shape)}: give uint8 images "
             f"(N,H,W or N,H,W,C or N,C,H,W), float arrays, or token ids with vocabulary=… (how many there are)."
         )
-    return channels_first(tensor).contiguous()
+    arranged = channels_first(tensor)
+    return arranged if isinstance(x, np.memmap) else arranged.contiguous()
 
 
 def _check_floats(tensor: Tensor, name: str) -> None:
     """Check that float data are finite, and are not raw pixels, which would be used without normalisation."""
     if tensor.ndim < 2:
         raise InputError(f"dataset '{name}' has float data of shape {tuple(tensor.shape)}: give [samples, …].")
-    finite = torch.isfinite(tensor)
-    if not bool(finite.all()):
-        wrong = torch.nonzero(~finite)
-        first = wrong[0].tolist()
+    wrong = [row for piece in in_pieces(tensor) for row in _not_finite(piece)]
+    if wrong:
+        start = next(n for n, piece in enumerate(in_pieces(tensor)) if _not_finite(piece)) * ROWS
+        first = [start + wrong[0][0], *wrong[0][1:]]
         what = "NaN" if bool(torch.isnan(tensor[tuple(first)])) else "infinite"
         raise InputError(
             f"dataset '{name}' has {len(wrong)} value(s) that are not finite numbers, the first (a value that is "
@@ -214,12 +229,22 @@ def _check_floats(tensor: Tensor, name: str) -> None:
     low, high = float(tensor.min()), float(tensor.max())
     images = tensor.ndim == 4 and bool({1, 3, 4} & {tensor.shape[1], tensor.shape[3]})
     # Without an axis for channels it may be any table; whole numbers up to 255 mean a grey image.
-    grey = tensor.ndim == 3 and min(tensor.shape[1:]) >= 8 and bool((tensor == tensor.round()).all())
+    grey = (
+        tensor.ndim == 3
+        and min(tensor.shape[1:]) >= 8
+        and all(bool((piece == piece.round()).all()) for piece in in_pieces(tensor))
+    )
     if low >= 0 and PIXELS_FROM < high <= 255 and (images or grey):
         raise InputError(
             f"dataset '{name}' has float images with values from {low:g} to {high:g}, which look like pixels of 0 to "
             f"255: give them as uint8 (x.astype('uint8')) to have them normalised, or normalise them yourself."
         )
+
+
+def _not_finite(piece: Tensor) -> list[list[int]]:
+    """The indices of values that are no finite numbers."""
+    found: list[list[int]] = torch.nonzero(~torch.isfinite(piece)).tolist()
+    return found
 
 
 def _labels(y: Array, name: str) -> Tensor:
@@ -229,8 +254,8 @@ def _labels(y: Array, name: str) -> Tensor:
         tensor = tensor.squeeze(1)
     if tensor.ndim == 2:
         raise InputError(
-            f"dataset '{name}' has labels of shape {tuple(tensor.shape)}: give one whole number per sample; for "
-            f"one-hot labels that is y.argmax(1)."
+            f"dataset '{name}' has labels of shape {tuple(tensor.shape)}: give one whole number or word per sample, or "
+            f"one-hot rows with a single 1 each."
         )
     if tensor.ndim != 1 or tensor.is_complex():
         raise InputError(
@@ -241,15 +266,17 @@ def _labels(y: Array, name: str) -> Tensor:
         wrong = torch.nonzero((tensor != tensor.round()) | ~torch.isfinite(tensor)).flatten()
         if len(wrong):
             first = int(wrong[0])
-            raise InputError(
-                f"dataset '{name}' has the label {float(tensor[first]):g} at index {first}, but polyfed classifies, so "
-                f"labels are classes: give whole numbers from 0 (values to predict by regression are not supported)."
-            )
+            raise no_regression(name, f"the value {float(tensor[first]):g} at index {first}")
     return tensor.to(torch.int64).contiguous()
 
 
 def _tensor(values: Array, what: str, name: str) -> Tensor:
-    """A separate tensor on the CPU: the caller may change its array later, and the dataset must not change with it."""
+    """A separate tensor on the CPU: the caller may change its array later, and the dataset must not change with it.
+
+    Only an array on disk stays where it is.
+    """
+    if isinstance(values, np.memmap) and what == "images":
+        return mapped_tensor(values, name)
     if isinstance(values, Tensor):
         return values.detach().to("cpu", copy=True)
     try:
@@ -258,12 +285,6 @@ def _tensor(values: Array, what: str, name: str) -> Tensor:
         raise InputError(
             f"dataset '{name}' has {what} of different shapes: resize the samples first, and give one array."
         ) from None
-    if (
-        what == "labels"
-        and array.size
-        and (array.dtype.kind in "US" or (array.dtype == object and isinstance(array.flat[0], str)))
-    ):
-        raise text_labels(name, str(array.flat[0]))
     try:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
     except TypeError:
@@ -277,24 +298,3 @@ def _check_pairs(images: Tensor, labels: Tensor, name: str) -> None:
         raise InputError(
             f"dataset '{name}' has {len(images)} samples but {len(labels)} labels: give one label per sample."
         )
-
-
-def _count_classes(labels: Tensor, name: str) -> int:
-    """The number of classes, where labels are 0 … C − 1 and all occur; this catches labels that start at 1."""
-    present = torch.unique(labels)
-    classes = int(present[-1]) + 1
-    if int(present[0]) < 0 or len(present) != classes:
-        raise InputError(
-            f"dataset '{name}' has {len(present)} different labels from {int(present[0])} to {classes - 1}: number "
-            f"them 0 to {len(present) - 1}, or, if some classes do not occur here, give class_names with a name for "
-            f"each class."
-        )
-    return classes
-
-
-def text_labels(name: str, example: str) -> InputError:
-    """The error for labels that are words."""
-    return InputError(
-        f"dataset '{name}' has labels that are text, such as '{example}': number them first, for example with "
-        f"class_names, y = numpy.unique(texts, return_inverse=True)."
-    )

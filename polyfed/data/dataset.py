@@ -51,6 +51,10 @@ class Dataset:
     """Whether that test set is by default pooled with the rest, as the papers do; otherwise nobody trains on it."""
     class_names: tuple[str, ...] = ()
     """The names of the classes; empty: their numbers."""
+    owners: Tensor | None = None
+    """`int64` [samples], on the CPU: whose each sample is, by the client's number; −1: nobody's. None: not known."""
+    client_names: tuple[str, ...] = ()
+    """The names of these clients; empty: their numbers."""
     table: Rows | None = None
     """The rows behind the samples of a table."""
     vocabulary: int | None = None
@@ -67,6 +71,11 @@ class Dataset:
                 f"dataset '{self.name}' has {self.classes} classes but {len(self.class_names)} class names: give one "
                 f"name for each class."
             )
+        if self.owners is not None and self.owners.shape != self.labels.shape:
+            raise InputError(
+                f"dataset '{self.name}' has {len(self.labels)} samples, but owners of {len(self.owners)}: give one "
+                f"owner per sample."
+            )
         if not 0 <= self.official_test < len(self.labels):
             raise InputError(
                 f"dataset '{self.name}' names {self.official_test} of its {len(self.labels)} samples as the official "
@@ -78,7 +87,9 @@ class Dataset:
 
     def only(self, samples: Tensor) -> Dataset:
         """The same source with only these samples, in this order."""
-        return replace(self, images=self.images[samples], labels=self.labels[samples], official_test=0, table=None)
+        owners = None if self.owners is None else self.owners[samples]
+        rest = {"official_test": 0, "owners": owners, "table": None}
+        return replace(self, images=self.images[samples], labels=self.labels[samples], **rest)  # type: ignore[arg-type]
 
     def fitted(self, training: Tensor) -> Dataset:
         """The same, where a table's samples are made with constants (means, medians) of these samples only."""
@@ -90,7 +101,15 @@ class Dataset:
     def __repr__(self) -> str:
         shape = "×".join(str(side) for side in self.input_shape)
         test = f", {self.official_test} for testing" if self.official_test else ""
-        return f"Dataset('{self.name}': {len(self)} samples of {shape}, {self.classes} classes{test})"
+        whose = f", of {self.clients} clients" if self.clients else ""
+        return f"Dataset('{self.name}': {len(self)} samples of {shape}, {self.classes} classes{test}{whose})"
+
+    @property
+    def clients(self) -> int:
+        """How many clients the samples belong to; 0: not known."""
+        if self.owners is None:
+            return 0
+        return len(self.client_names) or int(self.owners.max()) + 1
 
     @property
     def input_shape(self) -> tuple[int, ...]:

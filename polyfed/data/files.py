@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from polyfed.data.arrays import join_arrays
 from polyfed.data.dataset import Dataset
+from polyfed.data.mapped import map_member, read_npy_folder
 from polyfed.data.reading import read_many
 from polyfed.errors import InputError
 
@@ -24,31 +25,40 @@ IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-
 """The four files in which MNIST and its relatives are published, each perhaps with .gz at the end."""
 
 
-def read_npz(path: Path, name: str) -> tuple[Tensor, Tensor, int, list[str] | None]:
-    """Images, labels, number of test samples and names of classes, from an npz archive.
+KEYS = ("x", "y", "x_test", "y_test", "class_names", "client", "client_test", "vocabulary", "padding")
+"""The arrays of an archive, where x, y and client may also be called x_train, y_train and client_train."""
 
-    It holds x_train, y_train and perhaps x_test, y_test; or x, y; and perhaps class_names.
+
+def read_npz(path: Path, map: str | None = None) -> dict[str, Any]:
+    """The arrays of an npz archive, or of a folder of npy files, by the names of `KEYS`, those that it holds.
+
+    It holds x_train, y_train and perhaps x_test, y_test; or x, y; and perhaps class_names, client and client_test.
     """
-    arrays = read_arrays(path, "save it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)")
+    remedy = "save it with numpy.savez(path, x_train=…, y_train=…, x_test=…, y_test=…)"
+    arrays = read_npy_folder(path, map) if path.is_dir() else read_arrays(path, remedy, map)
     training = ("x_train", "y_train") if "x_train" in arrays or "y_train" in arrays else ("x", "y")
     missing = [key for key in training if key not in arrays]
     if missing:
         raise InputError(f"{path} lacks {' and '.join(missing)}: save x_train, y_train, x_test, y_test or x, y in it.")
-    x, y = (arrays.pop(key) for key in training)
-    images, labels, official_test = join_arrays(x, y, arrays.pop("x_test", None), arrays.pop("y_test", None), name)
-    names = arrays.pop("class_names", None)
-    sizes = {len(labels), len(labels) - official_test, official_test} - {0}
+    sizes = {len(array) for key, array in arrays.items() if key in (*training, "x_test") and array.ndim}
+    found: dict[str, Any] = {key: arrays.pop(other) for key, other in zip(("x", "y"), training, strict=True)}
+    if "client_train" in arrays:
+        found["client"] = arrays.pop("client_train")
+    found |= {key: arrays.pop(key) for key in KEYS if key in arrays and key not in found}
     for key, array in arrays.items():
-        if key.startswith(("x", "y", "client")) or (array.ndim and len(array) in sizes):
+        if key.startswith(("x", "y", "client")) or (array.ndim and len(array) in {*sizes, sum(sizes)}):
             raise InputError(
-                f"{path} also holds an array '{key}', which polyfed does not use: who owns which samples is decided by "
-                f"the partition, so leave that array out."
+                f"{path} also holds an array '{key}', which polyfed does not use: leave it out (whose each sample is "
+                f"may be said by 'client')."
             )
-    return images, labels, official_test, None if names is None else [str(each) for each in names.reshape(-1)]
+    found |= {key: int(found[key]) for key in ("vocabulary", "padding") if key in found}
+    if "class_names" in found:
+        found["class_names"] = [str(each) for each in found["class_names"].reshape(-1)]
+    return found
 
 
-def read_arrays(path: Path, remedy: str) -> dict[str, NDArray[np.generic]]:
-    """All arrays of an npz archive; `remedy` says how to make one."""
+def read_arrays(path: Path, remedy: str, map: str | None = "no") -> dict[str, NDArray[np.generic]]:
+    """All arrays of an npz archive; `remedy` says how to make one, `map` whether samples stay on disk."""
     try:
         with path.open("rb") as file:
             start = file.read(6)
@@ -57,7 +67,8 @@ def read_arrays(path: Path, remedy: str) -> dict[str, NDArray[np.generic]]:
             raise InputError(f"{path} {what}: {remedy}.")
         # Without pickle: reading a file must never run code from it.
         with np.load(path, allow_pickle=False) as archive:
-            return {key: archive[key] for key in archive}
+            mapped = {key: map_member(path, key, map) for key in archive if key in ("x", "x_train")}
+            return {key: archive[key] if (kept := mapped.get(key)) is None else kept for key in archive}
     except FileNotFoundError:
         raise InputError(f"there is no file {path}: give the path of an npz archive, or {remedy}.") from None
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
@@ -75,8 +86,22 @@ def save_npz(dataset: Dataset, path: Path | str) -> None:
         arrays |= {"x_test": images[training:], "y_test": labels[training:]}
     if dataset.class_names:
         arrays["class_names"] = np.array(dataset.class_names)
+    tokens = {"vocabulary": dataset.vocabulary, "padding": dataset.padding}
+    arrays |= {name: np.array(value) for name, value in tokens.items() if value is not None}
+    if dataset.owners is not None:
+        arrays |= _whose(dataset, training)
     with Path(path).open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def _whose(dataset: Dataset, training: int) -> dict[str, NDArray[Any]]:
+    """The clients by name; a test set without owners is left to be shared out again."""
+    assert dataset.owners is not None
+    names = np.array(dataset.client_names or [str(number) for number in range(dataset.clients)])
+    owners = dataset.owners.numpy()
+    known = dataset.official_test and (owners[training:] >= 0).all()
+    whose = {"client": names[owners[:training]]}
+    return whose | ({"client_test": names[owners[training:]]} if known else {})
 
 
 def find_idx_folder(folders: Sequence[Path]) -> Path | None:

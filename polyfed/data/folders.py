@@ -1,6 +1,7 @@
 """Pictures in folders by class, as torchvision's ImageFolder expects them: PATH/CLASS/FILE.
 
-A test set of its own is in PATH/test, beside PATH/train. Pictures are brought to one size.
+A test set of its own is in PATH/test, beside PATH/train. One level more names the clients: PATH/CLIENT/CLASS/FILE, or
+PATH/CLIENT/train/CLASS/FILE and PATH/CLIENT/test/CLASS/FILE. Pictures are brought to one size.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from PIL import Image
 from polyfed.data.arrays import measured_dataset
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import one_line, read_picture
+from polyfed.data.natural import with_clients
 from polyfed.data.own import Address
 from polyfed.data.reading import read_many
 from polyfed.errors import InputError
@@ -39,6 +41,7 @@ class Picture:
     path: Path
     label: str
     test: bool = False
+    client: str | None = None
 
 
 def read_folder(address: Address) -> Dataset:
@@ -60,10 +63,30 @@ def read_folder(address: Address) -> Dataset:
     images = np.stack(read_many(lambda picture: read_picture(picture.path, size, mode), pictures, address.name))
     labels = torch.tensor([names.index(picture.label) for picture in pictures])
     official_test = sum(picture.test for picture in pictures)
-    return measured_dataset(torch.from_numpy(images), labels, official_test, address.name, class_names=names)
+    dataset = measured_dataset(torch.from_numpy(images), labels, official_test, address.name, class_names=names)
+    return dataset if pictures[0].client is None else _with_owners(dataset, pictures)
+
+
+def _with_owners(dataset: Dataset, pictures: Sequence[Picture]) -> Dataset:
+    training, test = ([picture.client for picture in pictures if picture.test == part] for part in (False, True))
+    return with_clients(dataset, training, test or None)
 
 
 def _listed(folder: Path) -> list[Picture]:
+    """All pictures of a folder, or of the folders of clients in it."""
+    parts = _folders(folder)
+    special = {entry.name for entry in parts} & {"train", *TEST_FOLDERS}
+    deep = [
+        entry
+        for entry in parts
+        if not _files(entry) and any(_files(inner) or _folders(inner) for inner in _folders(entry))
+    ]
+    if not parts or special or len(deep) < len(parts):
+        return _of_one(folder)
+    return [replace(picture, client=entry.name) for entry in deep for picture in _of_one(entry)]
+
+
+def _of_one(folder: Path) -> list[Picture]:
     """All pictures of PATH/CLASS/FILE, or of PATH/train/CLASS/FILE and PATH/test/CLASS/FILE."""
     parts = {entry.name: entry for entry in _folders(folder)}
     tests = [name for name in TEST_FOLDERS if name in parts]
@@ -84,8 +107,8 @@ def _by_class(folders: Mapping[str, Path]) -> Iterable[Picture]:
         inner, files = _folders(folder), _files(folder)
         if inner:
             raise InputError(
-                f"{folder} holds the folder '{inner[0].name}', but pictures are expected there, as CLASS/PICTURE: "
-                f"move them up."
+                f"{folder} holds the folder '{inner[0].name}', but pictures are expected there: put them as "
+                f"CLASS/PICTURE, or as CLIENT/CLASS/PICTURE for every client."
             )
         if not files:
             raise InputError(f"{folder} holds no pictures ({', '.join(PICTURES)}): add some, or remove the folder.")

@@ -23,9 +23,10 @@ class Address:
     options: Mapping[str, str] = field(default_factory=dict)
 
     KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "npz": (),
+        "npz": ("map",),
         "folder": ("size", "mode"),
-        "table": ("label", "drop", "test", "constants"),
+        "table": ("label", "client", "drop", "test", "constants"),
+        "hf": ("image", "label", "client", "config", "train", "test"),
     }
     """Every kind with its options."""
 
@@ -64,6 +65,8 @@ class Address:
             return str(there) if not Path(path).expanduser().exists() and there.exists() else path
 
         files = {name: found(value) for name, value in self.options.items() if name in ("test", "constants")}
+        if self.kind == "hf":
+            return self
         return replace(self, path=found(self.path), options={**self.options, **files})
 
 
@@ -88,8 +91,9 @@ def parse_address(text: str) -> Address | None:
 
 def guess_address(path: str) -> Address:
     """The address of a path without a kind, by what is there."""
-    if Path(path).expanduser().is_dir():
-        return Address("folder", path)
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return Address("npz" if any(place.glob("*.np[yz]")) else "folder", path)
     table = {suffix.lower() for suffix in Path(path).suffixes} & {".csv", ".tsv", ".parquet"}
     return Address("table" if table else "npz", path)
 
@@ -104,8 +108,6 @@ def _options(query: str, kind: str) -> dict[str, str]:
     for pair in query.split("&") if query else ():
         name, equals, value = pair.partition("=")
         known: Collection[str] = Address.KINDS[kind]
-        if not known:
-            raise InputError(f"{kind}:PATH has no options, but '?{query}' gives some: leave them out.")
         if name not in known:
             raise unknown_name(f"option of {kind}:PATH", name, known)
         if not equals or not value:

@@ -15,6 +15,7 @@ import torch
 
 from polyfed.data.dataset import ClientData, Dataset
 from polyfed.data.given_test import TestSet, chosen_test_set, deal_test_set
+from polyfed.data.natural import check_natural, natural_parts
 from polyfed.data.owners import (
     NOBODY,
     SharePlan,
@@ -43,9 +44,11 @@ __all__ = [
     "share_owners",
 ]
 
-Partition = Literal["shares", "pathological", "dirichlet", "iid"]
-PARTITIONS: tuple[str, ...] = get_args(Partition)
-"""The kinds of partition."""
+Partition = Literal["shares", "pathological", "dirichlet", "iid", "natural", "given"]
+NATURAL = ("natural", "given")
+"""The kinds for which the data, or the user, say whose each sample is."""
+PARTITIONS: tuple[str, ...] = tuple(kind for kind in get_args(Partition) if kind not in NATURAL)
+"""The kinds of partition that are drawn."""
 
 
 def partition(
@@ -71,6 +74,8 @@ def partition(
     - `dirichlet` (FedTGP's practical setting): each class is spread by a draw from a Dirichlet distribution with
       parameter `alpha`; the smaller, the more uneven. Every sample is used.
     - `iid`: shuffled and cut evenly. Every sample is used.
+    - `natural`: each client keeps the samples that the dataset says are its own (`Dataset.owners`), and its own test
+      set where it has one. `given` is the same for owners that a user listed in Python.
 
     `split` is a ratio train:validation:test or train:test, or a name of `SPLITS`. `test_set` says how the test
     set that comes with a dataset is used: `pooled` with the other samples before they are distributed, or kept `apart`,
@@ -83,16 +88,23 @@ def partition(
     behave as the released code does: a client may draw a class twice, and a few samples per class stay unused because
     every share is rounded down.
     """
-    if kind not in PARTITIONS:
-        raise unknown_name("partition", kind, PARTITIONS)
+    if kind not in get_args(Partition):
+        raise unknown_name("partition", kind, get_args(Partition))
     by_code = split.lower() == OFFICIAL_SPLIT
     apart = chosen_test_set(dataset, split, test_set) == "apart" and not by_code
     labels = np.asarray(dataset.labels.cpu().numpy(), dtype=np.int64)
     dealt = labels[: len(labels) - dataset.official_test] if apart else labels
-    _check(dataset, len(dealt), kind, clients, alpha, minimum, compat)
+    if kind not in NATURAL:
+        _check(dataset, len(dealt), kind, clients, alpha, minimum, compat)
     if kind in ("shares", "pathological"):
         _check_classes_per_client(dataset, dealt, classes_per_client)
     ratio = parse_split(split)
+    if kind in NATURAL:
+        check_natural(dataset, clients, minimum or 1)
+        if by_code:
+            raise InputError(f"split '{OFFICIAL_SPLIT}' exists for the partition shares only: give a ratio for {kind}.")
+        owners, parts = natural_parts(dataset, labels, clients, ratio, seed, apart=apart)
+        return _client_data(owners, parts, clients)
     generator = numpy_generator(seed, "partition")
     if by_code:
         if kind != "shares":

@@ -8,9 +8,8 @@ import os
 import socket
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from polyfed.data.arrays import join_arrays, measured_dataset
+from polyfed.data.arrays import join_arrays
+from polyfed.data.columns import Columns
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import (
     find_idx_folder,
@@ -31,13 +30,15 @@ from polyfed.data.files import (
     read_npz,
 )
 from polyfed.data.folders import read_folder
-from polyfed.data.own import Address, guess_address, no_columns, parse_address
+from polyfed.data.labels import in_order
+from polyfed.data.natural import with_clients
+from polyfed.data.own import Address, guess_address, parse_address
 from polyfed.data.reading import Decoded, decoded_once, read_many
+from polyfed.data.recipes import RECIPES
+from polyfed.data.samples import Samples, join_samples
+from polyfed.data.source import FOLDER_VARIABLE, Normalisation, Source
 from polyfed.data.table_files import read_table
 from polyfed.errors import InputError, unknown_name
-
-FOLDER_VARIABLE = "POLYFED_DATA"
-"""The environment variable that names the folder of datasets."""
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 """Where Debian's package dataset-fashion-mnist puts its files."""
@@ -48,8 +49,6 @@ DOWNLOAD_PATIENCE = 15.0
 DOWNLOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, tarfile.TarError, zipfile.BadZipFile)
 """What torchvision raises for a missing file, a missing connection or a broken archive."""
 
-Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
-
 # From the released pFedES code, which normalises MNIST like the first channel of CIFAR-100.
 IMAGENET: Normalisation = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR100: Normalisation = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
@@ -59,90 +58,44 @@ HALF_GREY: Normalisation = ((0.5,), (0.5,))
 HALF_COLOUR: Normalisation = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-@dataclass(frozen=True)
-class Source:
-    """One place that images come from, as `polyfed datasets` shows it."""
-
-    name: str
-    title: str
-    """What the images show."""
-    samples: int
-    """How many there are; 0: the file decides."""
-    classes: int
-    """0: the file decides."""
-    input_shape: tuple[int, ...]
-    """Channels, height, width; empty: the file decides."""
-    obtained: str
-    """How to get the data."""
-    normalisation: Normalisation
-    """Mean and standard deviation per channel; empty: computed from the images."""
-    load: Callable[[Source, Path, bool], Dataset] | None = None
-    """Makes the dataset, given this entry, a folder and whether a download is allowed; None: data of your own."""
-    test_samples: int = 0
-    """How many of the samples are the official test set."""
-    layout: str = ""
-    """What the folder of datasets may hold besides NAME.npz, in words."""
-
-    def dataset(
-        self, images: Tensor, labels: Tensor, official_test: int = 0, class_names: Sequence[str] | None = None
-    ) -> Dataset:
-        """A dataset with this source's name, classes and normalisation."""
-        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.input_shape:
-            raise InputError(
-                f"dataset '{self.name}' has uint8 images of shape {self.input_shape}, but {images.dtype} samples of "
-                f"shape {tuple(images.shape[1:])} were found under its name: use other data as npz:PATH."
-            )
-        found = len(torch.unique(labels))
-        if len(images) != self.samples or official_test not in (0, self.test_samples) or found != self.classes:
-            raise InputError(
-                f"dataset '{self.name}' has {self.samples} samples of {self.classes} classes, {self.test_samples} of "
-                f"them for testing, but {len(images)} of {found} classes with {official_test} for testing were found "
-                f"under its name: complete the files, or use other data as npz:PATH."
-            )
-        return Dataset(
-            self.name,
-            images,
-            labels,
-            self.classes,
-            *self.normalisation,
-            official_test,
-            pools_test=True,
-            class_names=tuple(class_names or ()),
-        )
-
-
 def default_folder() -> Path:
     """The folder of datasets: the environment variable POLYFED_DATA, else ./data."""
     return Path(os.environ.get(FOLDER_VARIABLE) or "data")
 
 
 def load_dataset(
-    name: str, folder: Path | str | None = None, download: bool = True, *, label: str | None = None
+    name: str,
+    folder: Path | str | None = None,
+    download: bool = True,
+    *,
+    label: str | None = None,
+    client: str | None = None,
+    image: str | None = None,
 ) -> Dataset:
     """The dataset of that name, from the folder (default: POLYFED_DATA, else ./data).
 
     NAME.npz in the folder (with x_train, y_train, x_test, y_test) is used first: that is how to provide any
     dataset without internet access. Your own data are `npz:PATH` (an archive of arrays), `folder:PATH` (pictures by
-    class) or `table:PATH` (CSV or Parquet, where `label` is the column with the classes).
+    class) or `table:PATH` (CSV or Parquet, where `label` is the column with the classes, and `client` perhaps one that
+    says whose a row is).
 
     >>> load_dataset("digits").input_shape
     (1, 28, 28)
     """
     address = parse_address(name)
     if address is not None:
-        return OWN[address.kind](address.with_settings(label=label))
+        return OWN[address.kind](address.with_settings(label=label, client=client, image=image))
     source = SOURCES.get(name.lower())
     if source is None or not source.load:
         if "/" in name or Path(name).suffix in (".npz", ".csv", ".parquet") or Path(name).exists():
             own = guess_address(name)
             raise InputError(f"'{name}' is not the name of a dataset: for your own data write {own.text}.")
         raise unknown_name("dataset", name, SOURCES)
-    if label is not None:
-        raise no_columns("label", label, name)
+    Columns(label, client, image).refuse(name)
     place = Path(default_folder() if folder is None else folder).expanduser()
     archive = place / f"{source.name}.npz"
     if archive.is_file():
-        return source.dataset(*read_npz(archive, source.name))
+        return _named_archive(source, archive) if source.samples else Samples(**read_npz(archive)).dataset(source.name)
     return source.load(source, place, download)
 
 
@@ -235,12 +188,47 @@ def _tiny_imagenet(source: Source, folder: Path, download: bool) -> Dataset:
     )
 
 
+def _named_archive(source: Source, archive: Path) -> Dataset:
+    """A named dataset from an npz archive."""
+    found = read_npz(archive)
+    images, labels, official_test = join_arrays(
+        found["x"], found["y"], found.get("x_test"), found.get("y_test"), source.name
+    )
+    dataset = source.dataset(images, labels, official_test, found.get("class_names"))
+    return with_clients(dataset, found.get("client"), found.get("client_test"))
+
+
 def _own_archive(address: Address) -> Dataset:
-    images, labels, official_test, class_names = read_npz(address.file, address.name)
-    return measured_dataset(images, labels, official_test, address.name, class_names=class_names)
+    """Arrays in one archive, in a folder of npy files, or in a folder with one archive per client."""
+    map = address.options.get("map")
+    if not address.file.is_dir() or any(address.file.glob("*.npy")):
+        return Samples(**read_npz(address.file, map)).dataset(address.name)
+    if map is not None:
+        raise InputError(f"'{address.text}' has one archive per client, which are read into memory: leave map out.")
+    files = {path.stem.removeprefix("client-"): path for path in address.file.glob("client-*.npz")}
+    if not files:
+        raise InputError(
+            f"{address.file} is a folder without client-*.npz or x.npy: give an archive, or one for each client."
+        )
+    parts = {client: Samples(**read_npz(files[client], "no")) for client in in_order(set(files))}
+    for client, part in parts.items():
+        if part.client is not None:
+            raise InputError(f"{files[client]} holds a client array, but its name says whose it is: leave one out.")
+    return join_samples(parts).dataset(address.name)
 
 
-OWN: dict[str, Callable[[Address], Dataset]] = {"npz": _own_archive, "folder": read_folder, "table": read_table}
+def _hub(address: Address) -> Dataset:
+    from polyfed.data.hub import read_hub  # which reads what people hold, names of datasets among it
+
+    return read_hub(address)
+
+
+OWN: dict[str, Callable[[Address], Dataset]] = {
+    "npz": _own_archive,
+    "folder": read_folder,
+    "table": read_table,
+    "hf": _hub,
+}
 """How each kind of a user's own data is read."""
 
 
@@ -354,10 +342,13 @@ _ENTRIES = (
         HALF_COLOUR,
         _tiny_imagenet,
     ),
+)
+_OWN_ENTRIES = (
     Source("npz:PATH", "arrays of your own", 0, 0, (), "an npz with x_train, y_train, …", ((), ())),
     Source("folder:PATH", "pictures of your own", 0, 0, (), "folders CLASS/PICTURE", ((), ())),
+    Source("hf:NAME", "a dataset of the Hugging Face hub", 0, 0, (), "pip install 'polyfed[hf]'", ((), ())),
     Source("table:PATH", "a table of your own", 0, 0, (), "CSV or Parquet, --label COLUMN", ((), ())),
 )
 
-SOURCES: dict[str, Source] = {source.name: source for source in _ENTRIES}
+SOURCES: dict[str, Source] = {source.name: source for source in (*_ENTRIES, *RECIPES, *_OWN_ENTRIES)}
 """Every dataset by name, in the order in which `polyfed datasets` lists them."""

@@ -34,6 +34,7 @@ def read_table(address: Address, constants: Constants | None = None) -> Dataset:
         options.get("label", constants.label if constants else None),
         None if test is None else read_frame(test),
         address.name,
+        client=options.get("client"),
         drop=drop,
         constants=constants,
     )

@@ -20,6 +20,8 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from polyfed.data.dataset import Dataset
+from polyfed.data.labels import MANY, no_regression
+from polyfed.data.natural import with_clients
 from polyfed.errors import InputError
 from polyfed.settings import Settings
 
@@ -111,13 +113,15 @@ def from_frame(
     test: pd.DataFrame | None = None,
     name: str = "table",
     *,
+    client: str | None = None,
     drop: Collection[str] = (),
     constants: Constants | None = None,
 ) -> Dataset:
     """A dataset from the rows of a frame, where `label` is the column with the classes.
 
     Columns of numbers and booleans are standardised, columns of texts are categories; missing values are allowed in
-    both. `drop` names columns to leave out. Rows of `test` are kept for testing.
+    both. `client` is a column that says whose a row is, for the partition `natural`. `drop` names columns to leave out.
+    Rows of `test` are kept for testing.
 
     >>> import pandas as pd
     >>> frame = pd.DataFrame({"age": [1.0, 3.0], "sex": ["f", "m"], "ill": ["no", "yes"]})
@@ -126,19 +130,19 @@ def from_frame(
     ([[-1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], ('no', 'yes'))
     """
     frame = frame.rename(columns=str)
-    _check_columns(frame, label, drop, name)
+    _check_columns(frame, label, client, drop, name)
     assert label is not None
     rows = frame if test is None else _joined(frame, test, name)
     labels, classes = as_classes(rows[label], name)
     if constants is None:
-        used = [column for column in rows.columns if column != label and column not in drop]
+        used = [column for column in rows.columns if column not in (label, client, *drop)]
         constants = _plan(rows[used], label, classes, name)
         table = Table(rows, constants).fitted(torch.arange(len(frame)))
     else:
         _check_agreed(constants, rows, label, classes, name)
         labels = torch.tensor([constants.classes.index(classes[each]) for each in labels.tolist()])
         table = Table(rows, constants, agreed=True)
-    return Dataset(
+    dataset = Dataset(
         name,
         table.samples(),
         labels,
@@ -147,6 +151,7 @@ def from_frame(
         class_names=table.constants.classes,
         table=table,
     )
+    return with_clients(dataset, None if client is None else rows[client].to_numpy())
 
 
 def read_constants(path: Path) -> Constants:
@@ -180,21 +185,13 @@ def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ..
             raise no_regression(name, f"the value {values.iloc[fractions[0]]:g} at row {fractions[0]}")
         values = values.astype(np.int64)
     found = sorted(values.unique().tolist()) if values.dtype.kind in "iufb" else sorted({str(v) for v in values})
-    if len(found) > MOST_LEVELS and 2 * len(found) > len(values):
+    if len(found) > MANY and 2 * len(found) > len(values):
         raise no_regression(name, f"{len(found)} different values in {len(values)} rows")
     if len(found) < 2:
         raise InputError(f"the label '{values.name}' of '{name}' has a single value: a classifier needs 2 or more.")
     names = tuple(str(each) for each in found)
     numbers = {each: position for position, each in enumerate(names)}
     return torch.tensor([numbers[str(value)] for value in values]), names
-
-
-def no_regression(name: str, why: str) -> InputError:
-    """The error for labels that are values to predict, not classes."""
-    return InputError(
-        f"the labels of '{name}' have {why}, but polyfed classifies: give classes (values to predict by regression are "
-        f"not supported)."
-    )
 
 
 def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:
@@ -208,15 +205,19 @@ def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
     return np.array(["" if pd.isna(value) else str(value) for value in column], dtype=object)
 
 
-def _check_columns(frame: pd.DataFrame, label: str | None, drop: Collection[str], name: str) -> None:
+def _check_columns(
+    frame: pd.DataFrame, label: str | None, client: str | None, drop: Collection[str], name: str
+) -> None:
     shown = ", ".join(frame.columns[:12]) + (", …" if len(frame.columns) > 12 else "")
     if label is None:
         raise InputError(f"'{name}' is a table: say which column holds the classes, --label COLUMN of {shown}.")
-    for what, column in [("label", label), *(("drop", each) for each in drop)]:
-        if column not in frame.columns:
+    for what, column in [("label", label), ("client", client), *(("drop", each) for each in drop)]:
+        if column is not None and column not in frame.columns:
             raise InputError(f"{what} is '{column}', but the columns of '{name}' are {shown}.")
-    if label in drop:
-        raise InputError(f"'{label}' is the label and also a column to drop: leave it out of drop.")
+    if label == client:
+        raise InputError(f"'{label}' is given as the label and as the client: name two different columns.")
+    for column in {label, client} & {*drop}:
+        raise InputError(f"'{column}' is used and also a column to drop: leave it out of drop.")
     repeated = frame.columns[frame.columns.duplicated()]
     if len(repeated):
         raise InputError(f"'{name}' has several columns '{repeated[0]}': give each its own name.")

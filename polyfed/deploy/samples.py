@@ -37,6 +37,11 @@ def agreed_samples(
         found = _called(data, common.count, folder)
     else:
         found = load_dataset(data, data_folder, label=label)
+    if found.clients > 1:
+        raise InputError(
+            f"the samples of '{found.name}' are those of {found.clients} clients, but a site is one client: give it "
+            "its own samples only."
+        )
     _check_form(found, common)
     return replace(
         found,
@@ -53,7 +58,7 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
     files = {name: _inside(folder, path) for name, path in address.options.items() if name == "test"}
     here = replace(address, path=_inside(folder, address.path), options={**address.options, **files})
     if address.kind == "npz":
-        return _archive(here.file, common.count)
+        return _archive(here.file, common.count, here.options.get("map"))
     if address.kind == "table":
         if common.constants is None or "constants" in address.options:
             raise InputError(
@@ -68,9 +73,9 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
     return load_dataset(here.text, label=label)
 
 
-def _archive(path: Path, classes: int) -> Dataset:
+def _archive(path: Path, classes: int, map: str | None) -> Dataset:
     """Arrays in an npz file, in which some of the agreed classes may be missing."""
-    arrays: dict[str, Any] = dict(read_arrays(path, "save it with numpy.savez(path, x=…, y=…)"))
+    arrays: dict[str, Any] = dict(read_arrays(path, "save it with numpy.savez(path, x=…, y=…)", map))
     x, y = (arrays.pop(f"{name}_train", arrays.pop(name, None)) for name in "xy")
     if x is None or y is None:
         raise InputError(f"{path} lacks {'x' if x is None else 'y'}: save x, y and perhaps x_test, y_test in it.")

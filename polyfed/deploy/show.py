@@ -95,8 +95,8 @@ def in_words(found: Announcement) -> list[str]:
     """The same in sentences."""
     total = f"In the trial an upload had {found.upload_bytes} bytes." if found.upload else ""
     shared = {
-        "scores": "Accuracies and losses are sent too (share: scores).",
-        "nothing": "Accuracies and losses stay here (share: nothing).",
+        "scores": "Accuracies, the other scores above and losses are sent too (share: scores).",
+        "nothing": "Accuracies, other scores and losses stay here (share: nothing).",
     }
     return [
         f"With {found.method} a site sends {found.sends}. {total}".rstrip(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from polyfed.flower import check_installed
 from polyfed.records import disk
 from polyfed.records.claim import locked
 from polyfed.remote import Packet, Site
+from polyfed.remote.checks import readable
 from polyfed.remote.transport import Kind
 
+LONGEST_LINE = 2000
 Tell = Callable[[str], None]
 
 
@@ -33,12 +36,13 @@ def take_part(member: Member, tell: Tell) -> None:
             f"the key in '{member.key}' is not the one that '{settings.federation}' has for '{member.name}': send the "
             f"coordinator this line, or use the key that belongs to it: {public_line(key)}"
         )
-    disk.make_folder(settings.folder)
+    disk.make_folder(settings.folder, private=True)
     with locked(settings.folder), Log(settings.folder / "site.log", tell) as log:
         population = member.population()
         site = member.site(population, keep=partial(keep_final, member, population))
         answering = Answering(site, log.add)
         connection = SiteConnection(settings.server, settings.certificate, key, answering, log.add)
+        connection.largest = site.largest_question
         answering.finished = connection.stop
         try:
             connection.run()
@@ -74,17 +78,25 @@ class Log:
         self._tell = tell
 
     def __enter__(self) -> Log:
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._path.touch(0o600)
         self._path.chmod(0o600)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
     def add(self, line: str) -> None:
-        """Add a line."""
-        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
-        self._tell(line)
+        """Add a line; a server's words in it can neither begin another one nor steer a terminal.
+
+        A full disk must not end the site.
+        """
+        line = readable(line, LONGEST_LINE)
+        with suppress(OSError):
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+        with suppress(OSError):
+            self._tell(line)
 
 
 def _line(kind: Kind, packet: Packet, answer: Packet, seconds: float) -> str:

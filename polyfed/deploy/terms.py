@@ -208,9 +208,10 @@ def _check(terms: Terms) -> None:
     """Refuse terms under which the method can't work, before anybody joins."""
     common, config, own = terms.common, terms.config, terms.server
     chosen = find_method(str(config.method["name"]))
+    needed = chosen.needs(chosen.Config(**config.options))
     if common.features is None:
-        if {"features", "head"} & set(chosen.requires):
-            shared = "the same head" if "head" in chosen.requires else "the same number of features"
+        if {"features", "head"} & set(needed):
+            shared = "the same head" if "head" in needed else "the same number of features"
             raise InputError(
                 f"{chosen.name} needs {shared} in every network: set task.features to the number that all networks "
                 "are brought to, such as 64."
@@ -220,9 +221,9 @@ def _check(terms: Terms) -> None:
                 f"{chosen.name} needs to know how many features the shared network has: set method.shared_features, "
                 "or task.features, of which it is a quarter by default."
             )
-    if "network" in chosen.requires and common.network is None:
+    if "network" in needed and common.network is None:
         raise InputError(f"{chosen.name} needs the same network in every site: name it in task.network.")
-    if "network" not in chosen.requires and common.network is not None:
+    if "network" not in needed and common.network is not None:
         raise InputError(
             f"task.network is '{common.network}', but {chosen.name} lets every site have its own network: leave it out."
         )

@@ -23,6 +23,7 @@ from polyfed.compute import free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
+from polyfed.engines.client.probing import probe_sizes
 from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.stacked.captured import CapturedStep, Stream
 from polyfed.engines.stacked.layers import trouble
@@ -172,7 +173,7 @@ class VectorizedEngine(LocalEngine):
     def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> CohortRound:
         """Queue all that a cohort trains in this round, without waiting for it."""
         clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
-        phases = self.population.method.phases()
+        phases = self.population.method.phases_in(round)
         with self._stream(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
             drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
@@ -185,7 +186,8 @@ class VectorizedEngine(LocalEngine):
         """Draw all batches of a cohort, phase by phase."""
         normed = self._normed[self._architecture(clients[0])]
         plan = partial(new_plan, self.population, clients, self._width(clients[0]), self._size(clients), round=round)
-        return [plan(phase=phase, pads=phase.name not in normed) for phase in self.population.method.phases()]
+        phases = self.population.method.phases_in(round)
+        return [plan(phase=phase, pads=phase.name not in normed) for phase in phases]
 
     def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
         """Whether everyone takes part, so the next round has the same cohorts, with few enough samples."""
@@ -219,15 +221,14 @@ class VectorizedEngine(LocalEngine):
                 remarks = stacked.remarks(people, clients, network, own)
             visited = work.visited(people)
             parts = work.stack.parts[: len(clients)]
+            probed = stacked.probe(people, clients, network, own, round)
+            gathered = zip(parts, statistics, work.tracked(visited), probed, strict=True)
             answers = [
-                Trained(people.counts[client], round, state, *found)
-                for client, state, *found in zip(clients, parts, statistics, work.tracked(visited), strict=True)
+                Trained(people.counts[client], round, *own) for client, own in zip(clients, gathered, strict=True)
             ]
-            seen = zip(*(counts.sum(1).tolist() for counts in visited), strict=True)
-            names = [phase.name for phase in work.phases]
             spent = [
-                flops.of_round(dict(zip(names, own, strict=True)), len(people.data[client].train))
-                for client, own in zip(clients, seen, strict=True)
+                flops.of_round(seen, len(people.data[client].train), probe_sizes(people, client))
+                for client, seen in zip(clients, work.seen(visited), strict=True)
             ]
             notes = [(*work.notes(), *own_remarks) for own_remarks in remarks]
             weights = work.weights()
@@ -398,6 +399,7 @@ class VectorizedEngine(LocalEngine):
                 stacked.own_rules(people, twice, network, state)
                 stacked.collect(people, twice, network, state)
                 stacked.remarks(people, twice, network, state)
+                stacked.probe(people, twice, network, state, 0)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the plain loop may succeed, and says what is wrong if not

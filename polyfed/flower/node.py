@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from polyfed.errors import BadMessage, RunError
-from polyfed.flower.wire import KINDS, content_of, packet_of
+from polyfed.flower.wire import CHUNK, KINDS, content_of, packet_of
 from polyfed.remote.transport import Kind, Packet
 
 HEARTBEAT = 10.0
@@ -46,6 +46,12 @@ POLL = (0.05, 1.0)
 """Seconds between two questions for work: at first after an answer, and at most."""
 RETRY = (0.5, 10.0)
 """Seconds before the next attempt to connect: the first, and at most."""
+
+LARGEST_QUESTION = 2**32
+LARGEST_RESPONSE = CHUNK + 2**20
+"""Bytes of a response: a piece of an array and what is around it."""
+OBJECTS = 16
+"""More than a message has besides the pieces of its tensors."""
 
 Answer = Callable[[Kind, Packet], Packet]
 
@@ -70,6 +76,8 @@ class SiteConnection:
         self._key = public_key_to_bytes(key.public_key())
         self._certificate = certificate
         self._signed = NodeAuthHttpInterceptor(key, key.public_key())
+        self.largest = LARGEST_QUESTION
+        """Bytes that a question may have."""
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -97,6 +105,8 @@ class SiteConnection:
         authority = self._certificate.read_bytes()
         client = FleetHttpClient.from_server_address(self._address, False, authority, [self._signed])
         client._client.follow_redirects = False  # else a server could send signed requests to any other address
+        client._client.headers.update({"user-agent": "polyfed", "accept-encoding": "identity"})  # no versions
+        client._client.event_hooks = {"response": [_bounded]}
         return client
 
     def _activate(self, client: FleetHttpClient) -> Node:
@@ -122,12 +132,15 @@ class SiteConnection:
                     wait = min(POLL[1], wait * 1.2)
             if lost.is_set():
                 raise Unreachable("it does not know this connection any more")
+        except KeyboardInterrupt:
+            self.stop.set()
+            raise
         finally:
             lost.set()
+            beating.join(BEATS)  # a heartbeat after the farewell would count as being there
             if self.stop.is_set():
                 with suppress(httpx.HTTPError, RuntimeError):
                     client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
-            beating.join(BEATS)
 
     def _beat(self, client: FleetHttpClient, node: Node, lost: threading.Event) -> None:
         """Say every few seconds that the site is alive, also while it trains."""
@@ -175,10 +188,12 @@ class SiteConnection:
         try:
             if kind is None:
                 raise BadMessage("this site only answers polyfed's questions.")
-            contents = {}
+            contents: dict[str, bytes] = {}
             for piece in iterate_object_tree(tree):
                 request = PullObjectRequest(node=node, run_id=message.metadata.run_id, object_id=piece.object_id)
                 contents[piece.object_id] = _call(client.PullObject, request, self._address).object_content
+                if sum(map(len, contents.values())) > self.largest or len(contents) > self.largest // CHUNK + OBJECTS:
+                    raise BadMessage("the question is too large.")
             asked = inflate_object_from_contents(message.metadata.message_id, contents)
             packet = packet_of(asked.content)  # type: ignore[attr-defined]
         except (Unreachable, Refused):
@@ -188,6 +203,32 @@ class SiteConnection:
             self._note(f"refused a question: {reason}")
             return Message(Error(code=0, reason=reason), reply_to=message)
         return Message(content_of(self._answer(kind, packet)), reply_to=message)
+
+
+class _Bounded(httpx.SyncByteStream):
+    """A response's bytes, up to the largest that a server of ours sends."""
+
+    def __init__(self, stream: httpx.SyncByteStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        seen = 0
+        for some in self._stream:
+            seen += len(some)
+            if seen > LARGEST_RESPONSE:
+                raise httpx.ReadError("it sends too much")
+            yield some
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _bounded(response: httpx.Response) -> None:
+    """End a response that would fill this machine's memory."""
+    if "content-encoding" in response.headers:  # a few bytes can become any number of them
+        raise httpx.ReadError("it compresses its responses")
+    assert isinstance(response.stream, httpx.SyncByteStream)
+    response.stream = _Bounded(response.stream)
 
 
 def _call(method: Callable[[Any], Any], request: Any, address: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from flwr.app import Message, Metadata
@@ -18,20 +19,40 @@ from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkStat
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
+    get_object_id,
     get_object_tree,
     iterate_object_tree,
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
+from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.superlink.federation import NoOpFederationManager
 
 from polyfed.flower.wire import CHUNK, TYPES, answer_of, content_of
-from polyfed.remote.transport import Kind, Packet
+from polyfed.remote.transport import LARGEST_FACTS, Kind, Packet
 
 SMALL_OBJECTS = 16
 """More than a message has besides the pieces of its tensors."""
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """An answer on its way: its pieces by their hashes, empty until they come."""
+
+    session: str
+    root: str
+    pieces: dict[str, bytes]
+    most: int | None
+    """Bytes that all of them may have."""
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.pieces) and all(self.pieces.values())
+
+    @property
+    def too_large(self) -> bool:
+        return self.most is not None and sum(map(len, self.pieces.values())) > self.most
 
 
 class Link(InMemoryLinkState):
@@ -42,6 +63,8 @@ class Link(InMemoryLinkState):
         self.federation_manager.linkstate = self
         self.largest_reply: int | None = None
         """Bytes that an answer's message may have."""
+        self._arriving: dict[str, Arriving] = {}
+        """Answers by question."""
         self._activations: Counter[int] = Counter()
         self._refused: dict[str, str] = {}
         """Why the answer to a question was refused when it came in."""
@@ -68,11 +91,10 @@ class Link(InMemoryLinkState):
             for message_id, question in self.message_ins_store.items():
                 if question.metadata.dst_node_id != node_id:
                     continue
-                answer = self.message_ins_id_to_message_res_id.get(message_id)
-                if answer is None or self._content(answer) is None:
-                    if answer is not None:  # it was killed while it sent it
-                        del self.message_ins_id_to_message_res_id[message_id]
-                        del self.message_res_store[answer]
+                arriving = self._arriving.get(message_id)
+                if arriving is None or not arriving.complete:
+                    if arriving is not None:  # it was killed while it sent it
+                        self._drop_answer(message_id)
                     question.metadata.delivered_at = ""
             self._activations[node_id] += 1
             return super().activate_node(node_id, heartbeat_interval)
@@ -80,14 +102,40 @@ class Link(InMemoryLinkState):
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        question = message.metadata.reply_to_message_id
-        pieces = sum(1 for _ in iterate_object_tree(object_tree))
-        largest = self.largest_reply
-        if question and largest is not None and pieces > largest // CHUNK + 1 + SMALL_OBJECTS:
-            with self.lock:
+        """A member announces its answer: which pieces it has.
+
+        They are kept apart from everybody else's, unlike Flower's: there whoever names an object first decides what it
+        is made of, for all others too.
+        """
+        with self.lock:
+            self._object_push_sessions.pop(session_id, None)
+            question = message.metadata.reply_to_message_id
+            asked = self.message_ins_store.get(question)
+            if asked is None or asked.metadata.dst_node_id != message.metadata.src_node_id:
+                return False, []
+            pieces = dict.fromkeys(node.object_id for node in iterate_object_tree(object_tree))
+            most = None if self.largest_reply is None else self.largest_reply + LARGEST_FACTS + SMALL_OBJECTS * 2**16
+            if most is not None and len(pieces) > most // CHUNK + 1 + SMALL_OBJECTS:
                 self._refused[question] = "its answer is too large."
-            return False, []
-        return super().store_message_and_object_tree(message, object_tree, session_id)
+                return False, []
+            if question in self._arriving or self.store_message_res(message) is None:
+                return False, []
+            self._arriving[question] = Arriving(session_id, object_tree.object_id, dict.fromkeys(pieces, b""), most)
+            return True, list(pieces)
+
+    def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        """A piece of a member's answer."""
+        with self.lock:
+            for question, arriving in self._arriving.items():
+                if session_id and arriving.session == session_id and object_id in arriving.pieces:
+                    if get_object_id(object_content) != object_id:
+                        return False
+                    arriving.pieces[object_id] = object_content
+                    if arriving.too_large:
+                        arriving.pieces.clear()
+                        self._refused[question] = "its answer is too large."
+                    return True
+        return False
 
     def connected(self) -> list[str]:
         """The members whose heartbeats have come."""
@@ -119,7 +167,7 @@ class Link(InMemoryLinkState):
             bare = remove_content_from_message(message)
             _, missing = super().store_message_and_object_tree(bare, tree, session)
             for place in missing:
-                self.store_object(self._run, session, place, objects[place].deflate())
+                super().store_object(self._run, session, place, objects[place].deflate())
         return metadata.message_id
 
     def answer(self, question: str) -> Packet | None:
@@ -129,13 +177,12 @@ class Link(InMemoryLinkState):
                 reason = self._refused[question]
                 self.withdraw(question)
                 return Packet({"failure": reason})
-            place = self.message_ins_id_to_message_res_id.get(question)
-            contents = None if place is None else self._content(place)
-            if place is None or contents is None:
+            arriving = self._arriving.get(question)
+            if arriving is None or not arriving.complete:
                 return None
             self.withdraw(question)
         try:
-            message = inflate_object_from_contents(place, contents)
+            message = inflate_object_from_contents(arriving.root, arriving.pieces)
             assert isinstance(message, Message)
             if message.has_error():
                 return Packet({"failure": str(message.error.reason)[:500]})
@@ -144,21 +191,20 @@ class Link(InMemoryLinkState):
             return Packet({"failure": "its answer can't be read."})
 
     def withdraw(self, question: str) -> None:
-        """Forget a question and its answer."""
+        """Forget a question and its answer, also one that Flower has forgotten itself, after its time."""
         with self.lock:
-            answer = self.message_ins_id_to_message_res_id.get(question)
-            for place in (question, answer):
-                if place is not None:
-                    self.object_store.delete(place)
             self.delete_messages({question})
             self._refused.pop(question, None)
 
-    def _content(self, place: str) -> dict[str, bytes] | None:
-        """All pieces of a message, or None while some have not come."""
-        try:
-            tree = self.object_store.get_object_tree(place)
-        except NoObjectInStoreError:
-            return None
-        pieces = {node.object_id: self.object_store.get(node.object_id) for node in iterate_object_tree(tree)}
-        found = {name: content for name, content in pieces.items() if content}
-        return found if len(found) == len(pieces) else None
+    def delete_messages(self, message_ins_ids: set[str]) -> None:
+        """Forget questions with all their pieces, and what has come of their answers."""
+        with self.lock:
+            for question in message_ins_ids:
+                self.object_store.delete(question)
+                self._drop_answer(question)
+            super().delete_messages(message_ins_ids)
+
+    def _drop_answer(self, question: str) -> None:
+        self._arriving.pop(question, None)
+        answer = self.message_ins_id_to_message_res_id.pop(question, None)
+        self.message_res_store.pop(answer or "", None)

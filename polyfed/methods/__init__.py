@@ -11,6 +11,7 @@ from polyfed.methods.fedclassavg import FedClassAvg
 from polyfed.methods.fedgen import FedGen
 from polyfed.methods.fedgh import FedGH
 from polyfed.methods.fedkd import FedKD
+from polyfed.methods.fedl2g import FedL2G
 from polyfed.methods.fedmrl import FedMRL
 from polyfed.methods.fedorgp import FedORGP
 from polyfed.methods.fedproto import FedProto
@@ -19,6 +20,7 @@ from polyfed.methods.fedssa import FedSSA
 from polyfed.methods.fedtgp import FedTGP
 from polyfed.methods.fml import FML
 from polyfed.methods.lg_fedavg import LGFedAvg
+from polyfed.methods.pfedafm import PFedAFM
 from polyfed.methods.pfedes import PFedES
 from polyfed.methods.protonorm import ProtoNorm
 from polyfed.methods.standalone import Standalone
@@ -47,8 +49,10 @@ METHODS: Registry[Method] = Registry(
             FedGen,
             FedClassAvg,
             FD,
+            FedL2G,
             FedSSA,
             PFedES,
+            PFedAFM,
         )
     },
 )

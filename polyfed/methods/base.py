@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from polyfed.errors import InputError
 from polyfed.evaluation import Score
 from polyfed.message import Message, Schema, State
-from polyfed.methods.parts.network import Batch, ClientNetwork
+from polyfed.methods.parts.network import Applied, Batch, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import Architecture, SplitNetwork
@@ -33,6 +33,7 @@ from polyfed.seeds import seeded, torch_generator
 from polyfed.settings import Settings
 
 __all__ = [
+    "Applied",
     "Batch",
     "ClientNetwork",
     "Collect",
@@ -42,6 +43,7 @@ __all__ = [
     "MessageStep",
     "Method",
     "Phase",
+    "Probe",
     "Reply",
     "Schema",
     "Server",
@@ -56,6 +58,8 @@ MessageStep: TypeAlias = Callable[[Message, int, int], Message]
 """Changes an upload before it leaves: from (message, round, client) to the message that is sent."""
 Loss: TypeAlias = Callable[[ClientNetwork, Batch], Tensor | tuple[Tensor, Tensor]]
 Common: TypeAlias = Literal["features", "head", "network"]
+Part: TypeAlias = tuple[float, float]
+"""Where a part of a client's (once shuffled) training samples starts and ends, as shares of all."""
 
 
 class Training(Settings):
@@ -162,14 +166,21 @@ class Phase:
     """Extra random tensors for that many samples, one row each, passed to the loss batch by batch as `batch.drawn`."""
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Parameters that are clamped to a range after every step."""
-    part: tuple[float, float] = (0.0, 1.0)
+    part: Part = (0.0, 1.0)
     """Which part of the client's (once shuffled) training samples this phase sees."""
     augment: bool = True
     """False: this phase sees images as they are, even if training augments."""
+    first_round: int = 0
+    """Rounds are numbered from 1; before this one the phase is skipped, and what it trains does not change."""
 
     def edges(self, samples: int) -> tuple[int, int]:
-        """Where this phase's part starts and ends among this many samples; neighbouring parts share an edge."""
-        return round(samples * self.part[0]), round(samples * self.part[1])
+        """Where this phase's part starts and ends among this many samples."""
+        return edges(self.part, samples)
+
+
+def edges(part: Part, samples: int) -> tuple[int, int]:
+    """Where a part starts and ends among this many samples; neighbouring parts share an edge."""
+    return round(samples * part[0]), round(samples * part[1])
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,25 @@ class Collect:
 
     of: Callable[[ClientNetwork, Tensor], Tensor] = field(default=lambda net, x: net.features(x))
     covariance: bool = False
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A question to a trained client about two small batches of its samples; asking it changes nothing.
+
+    The study batch is drawn anew in every round; the quiz batch is always the same, the first samples of its part.
+    """
+
+    of: Callable[[ClientNetwork, State, Batch, Batch], State]
+    """From (network, parameters, study, quiz) to named tensors of fixed shapes, which `upload` finds in
+    `Trained.probed`. Pure like a loss, in evaluation mode; a batch may be padded, so use its `mask`. Derivatives by
+    `torch.func.grad` and `torch.func.jvp` only, of `Applied(net, function).on(parameters)`."""
+    study: Part
+    quiz: Part
+    batch: int
+    """The largest number of samples in each of the two batches; a client that can't fill both at all is not asked."""
+    trains: tuple[str, ...] = ("model",)
+    """Names of modules: their parameters, without those that the user froze, are what `of` is given."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +235,8 @@ class Trained(Knowledge):
     state: Mapping[str, Tensor] = field(default_factory=dict)
     statistics: ClassStatistics | None = None
     tracked: ClassStatistics | None = None
+    probed: State | None = None
+    """What the method's probe found; none if it has none, or the client has too few samples."""
     generator: torch.Generator | None = field(default=None, kw_only=True)
     """Random draws of the client for this round's upload, on the CPU; every engine passes it."""
 
@@ -276,20 +308,26 @@ class Method:
     """What leaves a client, in a few words."""
     reveals: ClassVar[str] = ""
     """What such a message tells the server about a client's data, in plain words; empty: the method does not say."""
-    requires: ClassVar[tuple[Common, ...]] = ()
+    requires: tuple[Common, ...] = ()
     """What clients must have in common."""
     announces_classes: bool = False
     """Clients tell the server which classes they hold when they join, because `download` depends on it."""
     predicts_after_training: bool = False
     """A client predicts with what its training makes of a download, so it can't be scored right after one."""
     collect: Collect | None = None
-    depends_on_rounds: ClassVar[bool] = False
+    probe: Probe | None = None
+    depends_on_rounds: bool = False
     """What happens in a round depends on the total number of rounds."""
     kept_fresh: ClassVar[tuple[str, ...]] = ()
     """Modules beside the model that only hold what the server knows; `receive` changes nothing else.
 
     A client that does not take part in a round is scored as if it had received that round's download, like the
     participants. After a run, predictions use the server's final state.
+    """
+    receives: ClassVar[tuple[str, ...] | None] = None
+    """Modules, or single entries of a client's state, that a download may change; None: any.
+
+    A site protects the rest from its server. Without it, `kept_fresh` counts where it names modules.
     """
     grid: ClassVar[Mapping[str, Sequence[object]]] = {}
     """Values of its options that are worth trying, in ascending order: what its paper searched, or ours."""
@@ -304,6 +342,11 @@ class Method:
         self.task = task
         self.training = training
 
+    @classmethod
+    def needs(cls, config: Config) -> tuple[Common, ...]:
+        """What clients must have in common with these options."""
+        return cls.requires
+
     # The client's side -----------------------------------------------------------------------------------------------
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
@@ -314,6 +357,11 @@ class Method:
         """The entries of the client's state that a download changes; by default those of the same names."""
         return dict(message.tensors)
 
+    @property
+    def receivable(self) -> tuple[str, ...] | None:
+        """What a download may change; None: any entry of a client's state."""
+        return self.receives if self.receives is not None else self.kept_fresh or None
+
     def refreshed(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
         """The client's state after one more download, as far as it holds nothing but the server's knowledge."""
         changed = self.receive(state, message, client) if self.kept_fresh else {}
@@ -323,6 +371,10 @@ class Method:
     def phases(self) -> list[Phase]:
         """The stages of local training, the same in every round; by default the private model on cross entropy."""
         return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs)]
+
+    def phases_in(self, round: int) -> list[Phase]:
+        """The phases that have begun by this round."""
+        return [phase for phase in self.phases() if phase.first_round <= round]
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
         """The loss of the default phase, per sample."""

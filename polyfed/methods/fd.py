@@ -29,6 +29,7 @@ class FD(Method):
         "Which classes a client holds, and how its network scores each of them on average: little about a single "
         "sample."
     )
+    receives = ("targets",)
     grid = {"weight": (0.01, 0.1, 1.0, 10.0)}
 
     class Config(Method.Config):

@@ -49,6 +49,7 @@ class FedAPEN(SharedNetwork):
     name = "fedapen"
     title = "FedAPEN"
     paper = "Qin et al., KDD 2023"
+    receives = ("shared", "mixing.participations")
     grid = {"mixing_lr": (1e-3, 1e-2, 1e-1)}
 
     class Config(SharedNetwork.Config):

@@ -31,6 +31,7 @@ class FedAvg(Averaged):
     )
     requires = ("network",)
     module = "model"
+    receives = ("model", "travelling")
     grid = {"finetune_epochs": (0, 1, 5)}
 
     class Config(Method.Config):

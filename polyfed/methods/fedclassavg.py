@@ -22,6 +22,7 @@ class FedClassAvg(LGFedAvg):
     name = "fedclassavg"
     title = "FedClassAvg"
     paper = "Jang et al., ICPP 2022"
+    receives = ("model.head", "received")
     grid = {"weight": (0.01, 0.1, 1.0), "temperature": (0.07, 0.2, 0.5)}
 
     class Config(Method.Config):

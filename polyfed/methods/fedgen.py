@@ -31,6 +31,7 @@ class FedGen(Method):
     sends = "the head and the number of samples of each class"
     reveals = "How many training samples of each class a client holds, in plain numbers, and its head."
     requires = ("head",)
+    receives = ("model.head", "generator")
     grid = {"label_weight": (0.1, 1.0, 10.0), "guidance_weight": (0.1, 1.0, 10.0)}
 
     class Config(Method.Config):

@@ -27,6 +27,7 @@ class FedGH(Method):
     )
     requires = ("features", "head")
     collect = Collect()
+    receives = ("model.head",)
     grid = {"server_lr": (1e-3, 1e-2, 1e-1), "server_epochs": (1, 10)}
 
     class Config(Method.Config):

@@ -41,6 +41,7 @@ class FedSSA(Method):
     depends_on_rounds = True
     requires = ("features", "head")
     announces_classes = True
+    receives = ("model.head",)
     grid = {"history": (0.1, 0.3, 0.5, 0.7, 0.9, 1.0), "stable_round": (2, 4, 10, 20, 45)}
 
     class Config(Method.Config):

@@ -13,3 +13,4 @@ class Standalone(Method):
     paper = "the baseline without a federation"
     sends = "nothing"
     reveals = "Nothing: no message leaves a client."
+    receives = ()

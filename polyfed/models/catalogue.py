@@ -14,6 +14,7 @@ from polyfed.models.networks import convolutional, googlenet, mobilenet_v2, resn
 from polyfed.models.sequences import signal_cnn, tabular_mlp
 from polyfed.models.split import SplitNetwork
 from polyfed.models.text import TextCNN, TextGRU, TextLSTM, TextTransformer
+from polyfed.shapes import TokenShape
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,17 @@ def default_features(models: object) -> int | None:
     (512, None, 512)
     """
     return next((_POOLED_FEATURES for group in _named_groups(models) if group not in _EQUAL_FEATURES), None)
+
+
+def default_group(shape: tuple[int, ...]) -> str:
+    """The group of networks for samples of this shape: images, signals, texts or rows of a table.
+
+    >>> default_group((3, 32, 32)), default_group((6, 128)), default_group((13,))
+    ('papers', 'signal4', 'tabular4')
+    """
+    if isinstance(shape, TokenShape):
+        return "text4"
+    return {1: "tabular4", 2: "signal4"}.get(len(shape), "papers")
 
 
 def default_auxiliary(models: object) -> str | None:

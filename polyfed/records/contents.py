@@ -54,6 +54,11 @@ class RunContents:
         return bool(self._content.get("finished"))
 
     @property
+    def told(self) -> list[str]:
+        """The members of a federation that know that the run has ended."""
+        return [str(name) for name in self._content.get("told", [])]
+
+    @property
     def planned_rounds(self) -> int | None:
         """How many rounds the run was to have when it was last started; None if that was not recorded."""
         rounds = self._content.get("rounds")

@@ -90,13 +90,13 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, unless it exists."""
+def make_folder(path: Path, *, private: bool = False) -> None:
+    """Make a folder and its missing parents, unless it exists; a private one is its owner's only."""
     if path.is_dir() and not path.is_symlink():
         return
     if not path.parent.exists():
         make_folder(path.parent)
-    path.mkdir(exist_ok=not path.is_symlink())
+    path.mkdir(0o700 if private else 0o777, exist_ok=not path.is_symlink())
     sync_folder(path.parent)
 
 

@@ -38,7 +38,15 @@ from polyfed.records.contents import CARD, LOGS, RESULTS, RunContents
 from polyfed.records.ending import Ending
 from polyfed.records.log import Extent, Log
 from polyfed.records.origin import fixed_settings
-from polyfed.records.rows import CLIENT_COLUMNS, ROUND_COLUMNS, as_csv, as_json, evaluation_columns, event_of
+from polyfed.records.rows import (
+    CLIENT_COLUMNS,
+    EVALUATION_COLUMNS,
+    ROUND_COLUMNS,
+    as_csv,
+    as_json,
+    event_of,
+    started_with,
+)
 from polyfed.records.states import ClientStates, Damaged, States, write_file, write_models
 
 NAMES = ("config.yaml", "run.json", *LOGS, *RESULTS, "checkpoint", "models")
@@ -51,8 +59,9 @@ class RunFolder(RunContents):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.checkpoints = Checkpoints(path / "checkpoint", str(self._content.get("id")))
-        self._rounds = self._log("rounds.csv", ROUND_COLUMNS)
-        self._evaluation_columns = evaluation_columns(path / "evaluations.csv")
+        self._round_columns = started_with(path / "rounds.csv", ROUND_COLUMNS)
+        self._rounds = self._log("rounds.csv", self._round_columns)
+        self._evaluation_columns = started_with(path / "evaluations.csv", EVALUATION_COLUMNS)
         self._evaluations = self._log("evaluations.csv", self._evaluation_columns)
         self._events = self._log("events.jsonl", ())
         self._confusion = self._log("confusion.csv", confusion.COLUMNS)
@@ -117,7 +126,7 @@ class RunFolder(RunContents):
 
     def add_round(self, row: Mapping[str, Any]) -> None:
         """Add a row to rounds.csv."""
-        self._rounds.append(as_csv([[row[name] for name in ROUND_COLUMNS]]))
+        self._rounds.append(as_csv([[row[name] for name in self._round_columns]]))
 
     def add_evaluations(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows to evaluations.csv."""
@@ -213,6 +222,10 @@ class RunFolder(RunContents):
         end = Ending(round, dict(progress), stored, tuple(files), records, results, kept)
         self._write_content(finished=end.to_dict())
         self.tidy()
+
+    def keep_told(self, names: Iterable[str]) -> None:
+        """Remember which members of a federation know that the run has ended."""
+        self._write_content(told=sorted(names))
 
     def tidy(self) -> None:
         """Remove the checkpoints of a finished run, which a kill may have left."""

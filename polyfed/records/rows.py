@@ -14,24 +14,25 @@ from polyfed.records import disk
 ROUND_COLUMNS = (
     "round", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile", "loss_mean", "participants",
     "replies", "upload_floats", "download_floats", "upload_bytes", "download_bytes", "flops", "seconds",
+    "balanced_accuracy_mean", "macro_f1_mean", "auc_mean",
 )  # fmt: skip
 EVALUATION_COLUMNS = (
     "round", "part", "rule", "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile",
-    "accuracy_participants", "simulated_seconds",
+    "accuracy_participants", "simulated_seconds", "balanced_accuracy_mean", "macro_f1_mean", "auc_mean",
 )  # fmt: skip
-EARLIER_EVALUATION_COLUMNS = EVALUATION_COLUMNS[:7]
-"""The columns of runs that started with polyfed 0.1."""
+EARLIER = (EVALUATION_COLUMNS[:7], EVALUATION_COLUMNS[:9], ROUND_COLUMNS[:14])
+"""The columns of runs that started with earlier versions."""
 CLIENT_COLUMNS = (
     "client", "architecture", "parameters", "train_samples", "validation_samples", "test_samples", "classes",
-    "accuracy_final", "accuracy_at_best_validation", "accuracy_best",
+    "accuracy_final", "accuracy_at_best_validation", "accuracy_best", "balanced_accuracy_final", "macro_f1_final",
+    "auc_final", "largest_class",
 )  # fmt: skip
 
 
-def evaluation_columns(path: Path) -> tuple[str, ...]:
-    """The columns of a run's evaluations.csv: those that it started with, so that all rows have the same."""
-    header = (disk.read(path) or b"").partition(b"\n")[0]
-    earlier = header == ",".join(EARLIER_EVALUATION_COLUMNS).encode()
-    return EARLIER_EVALUATION_COLUMNS if earlier else EVALUATION_COLUMNS
+def started_with(path: Path, columns: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns of a file of records: those that its run started with, so that all rows have the same."""
+    header = (disk.read(path) or b"").partition(b"\n")[0].decode(errors="replace")
+    return next((earlier for earlier in EARLIER if header == ",".join(earlier)), columns)
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:

@@ -15,6 +15,8 @@ from polyfed.remote.transport import Packet, Transport
 
 POLL = 1.0
 """Seconds between two looks at who is there."""
+RECONNECTING = 25.0
+"""Seconds after the server's start within which every site that runs has tried to connect again."""
 
 
 class Attendance:
@@ -42,6 +44,8 @@ class Attendance:
         """By member, the rounds since it was last available."""
         self.silent: set[int] = set()
         """Members that tell no scores."""
+        self._expected: set[int] = set()
+        """After a restart, those who took part until then: without them the run would not be what it was to be."""
         self._told: tuple[set[int], set[int]] = (set(), set())
 
     @property
@@ -59,10 +63,10 @@ class Attendance:
         while delay > 0 and not listener.stop_requested:
             self._transport.wait(min(delay, POLL))
             delay -= POLL
-        waited = False
+        waited, patience = False, RECONNECTING
         while True:
             self.admit(listener.tell, round)
-            shortage = self._shortage(needed)
+            shortage = self._shortage(needed) or (self._awaited() if patience > 0 else "")
             self._tell_members(listener)
             if not shortage or listener.stop_requested:
                 break
@@ -70,15 +74,20 @@ class Attendance:
                 listener.tell(shortage)
             waited = True
             self._transport.wait(POLL)
+            patience -= POLL
+        self._expected.clear()
         if shortage:
             return
         if waited:
             listener.tell(f"continuing with {listed([self._names[client] for client in self._present()])}")
         self._call_roll(round, listener.tell)
 
-    def admit(self, tell: Callable[[str], None], round: int) -> None:
-        """Ask the members that are new, or back, to join; one that can't is left out with a note."""
-        new = self._newcomers()
+    def admit(self, tell: Callable[[str], None], round: int, *, returning: bool = False) -> None:
+        """Ask the members that are new, or back, to join; one that can't is left out with a note.
+
+        With `returning` only those who have joined before: who comes in the middle of a round joins before the next.
+        """
+        new = {c: each for c, each in self._newcomers().items() if c in self._profiles or not returning}
         answers = self._invite(list(new)) if new else {}
         for client, answer in sorted(answers.items()):
             name, known = self._names[client], client in self._profiles
@@ -122,6 +131,7 @@ class Attendance:
         except (TypeError, ValueError, AttributeError) as error:
             raise InputError(f"the checkpoint's list of members can't be read ({error}).") from error
         self._profiles = dict(sorted((found | self._profiles).items()))
+        self._expected = set(found) - set(self._missed)
 
     def _checked(self, name: str, answer: Packet) -> Profile:
         if answer.failed:
@@ -152,6 +162,11 @@ class Attendance:
             return ""
         busy = [self._names[client] for client in here if client not in free]
         return f"waiting for {listed(busy or missing)}: {len(free)} of at least {needed} members can be asked"
+
+    def _awaited(self) -> str:
+        """Who took part before the server was started anew and is still missing, in words."""
+        missing = [name for client, name in self._names.items() if client in self._expected - set(self._present())]
+        return f"waiting up to {RECONNECTING:g} s for {listed(missing)} to reconnect" if missing else ""
 
     def _call_roll(self, round: int, tell: Callable[[str], None]) -> None:
         """Remember who misses this round, and note who is back."""

@@ -1,4 +1,7 @@
-"""What comes from a site is checked here before it is believed: its profile, its scores, its loss."""
+"""What comes from the other side is checked here before it is believed.
+
+At the server a site's profile, scores and loss; at a site the rounds that it is asked for and what it receives.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.errors import BadMessage
+from polyfed.engines.client.round import changes
+from polyfed.errors import BadMessage, InputError
 from polyfed.evaluation import Shares
+from polyfed.message import Message, State, check_download_metadata, largest
 from polyfed.methods.base import Method
 from polyfed.methods.parts.network import ClientNetwork
+from polyfed.methods.parts.tools import is_variance
 from polyfed.models import SplitNetwork
+from polyfed.population import Population
 from polyfed.profile import Profile, network_profile
 from polyfed.seeds import watched
 from polyfed.shapes import kind_of
 
+LARGEST_VALUE = 1e9
+"""No weight, feature or logit of a network that works is larger."""
 LONGEST_TEXT = 1000
 LONGEST_RULE = 100
 MOST_RULES = 20
@@ -54,6 +63,39 @@ def rules_of(method: Method) -> tuple[str, ...]:
             return tuple(method.predict(network, torch.zeros(1, *shape, dtype=kind_of(shape))))
     except Exception:  # a user's method may need more of a network than its features and its head
         return ()
+
+
+def checked_round(value: Any, most: int) -> int:
+    """The round that a server asks for: one of the run's."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise BadMessage(f"it was asked for round {str(value)[:20]}, but rounds are numbers from 1 to {most}.")
+    return value
+
+
+def check_download(own: Population, state: State, message: Message, round: int) -> None:
+    """Raise `BadMessage` for a download that would spoil a client's state; the state does not change.
+
+    A server may be hostile: what its download changes must exist, may change, has the shapes and types of what is
+    there, and holds sensible values.
+    """
+    (client,), method = own.clients, own.method
+    check_download_metadata(message.metadata, method.task.classes)
+    try:
+        changed = changes(own, client, state, message, round)
+    except InputError as error:
+        raise BadMessage(str(error)) from error
+    except (KeyError, ValueError, RuntimeError, IndexError, TypeError) as error:
+        raise BadMessage(f"the download is not one of {method.name}.") from error
+    for name, tensor in changed.items():
+        if tensor.dtype != state[name].dtype:
+            raise BadMessage(f"the download's '{name}' is {tensor.dtype}, which is not the type of the client's.")
+        size = float(largest([tensor])) if tensor.is_floating_point() else 0.0
+        if not math.isfinite(size):
+            raise BadMessage(f"the download's '{name}' holds values that are not finite.")
+        if size > LARGEST_VALUE:
+            raise BadMessage(f"the download's '{name}' holds values as large as {size:.3g}.")
+        if is_variance(name) and bool((tensor < 0).any()):
+            raise BadMessage(f"the download's '{name}' holds a negative variance.")
 
 
 def readable(value: Any, most: int = LONGEST_TEXT) -> str:

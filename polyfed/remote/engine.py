@@ -68,6 +68,8 @@ class RemoteEngine(Engine):
     ) -> list[Reply]:
         packets = {c: Packet({"round": round, "score": score}, message) for c, message in downloads.items()}
         answers = self._ask("train", packets, done)
+        # One that crashed and was quickly back is as able to be scored in this round as the others.
+        self._attendance.admit(self.notes.append, round, returning=True)
         absent = self._absence(answers)
         return [self._reply(client, round, answers.get(client), absent) for client in sorted(downloads)]
 
@@ -79,9 +81,18 @@ class RemoteEngine(Engine):
         scores = {client: self._shares(answer) for client, answer in answers.items()}
         return {client: score for client, score in sorted(scores.items()) if score is not None}
 
-    def finish(self, round: int, downloads: Mapping[int, Message]) -> None:
-        """Tell these clients that the run is over, with what the server knows at its end."""
-        self._ask("finish", {client: Packet({"round": round}, message) for client, message in downloads.items()})
+    def finish(self, round: int, downloads: Mapping[int, Message]) -> Mapping[int, str]:
+        """Tell these clients that the run is over, with what the server knows at its end.
+
+        Returns what those who answered could not do, in words; nothing if all is well.
+        """
+        packets = {client: Packet({"round": round}, message) for client, message in downloads.items()}
+        answers = self._ask("finish", packets)
+        return {client: readable(answer.facts.get("failure", "")) for client, answer in answers.items()}
+
+    def admit(self, tell: Callable[[str], None], round: int) -> None:
+        """Let members join that are there now, without waiting."""
+        self._attendance.admit(tell, round)
 
     def restore(self, round: int, states: Mapping[int, State]) -> None:
         """Sites keep their own states, and know from a request's round where the run stands."""

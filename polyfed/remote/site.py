@@ -19,15 +19,16 @@ from typing import Any, Literal, TypeAlias, get_args
 from safetensors.torch import load
 
 from polyfed.engines import SequentialEngine
-from polyfed.errors import DivergedError, InputError
+from polyfed.errors import BadMessage, DivergedError, FolderError, InputError
 from polyfed.evaluation import Evaluation
-from polyfed.message import Message, State, state_bytes
+from polyfed.message import Message, State, state_bytes, state_size
 from polyfed.methods.base import Reply
 from polyfed.population import Population
 from polyfed.records import disk
 from polyfed.records.claim import locked
 from polyfed.records.states import Damaged, StoredFile, write_file
 from polyfed.remote.agreement import Agreement, first_difference
+from polyfed.remote.checks import check_download, checked_round
 from polyfed.remote.transport import Kind, Packet
 
 KEPT_ROUNDS = 2
@@ -71,7 +72,7 @@ class Site:
         """Remarks on the training, which stay here."""
         self._engine = SequentialEngine(population)
         self._lock = threading.Lock()
-        disk.make_folder(folder)
+        disk.make_folder(folder, private=True)
         self._diary = Diary(folder, agreement.run, name)
         self._at: int | None = None
         """The round that the engine's state is from; None: read it again before the next training."""
@@ -92,13 +93,23 @@ class Site:
                     "finish": self._finish,
                 }
                 return answers[kind](packet)
-            except (DivergedError, InputError) as error:
+            except Exception as error:
                 self._at = None
-                return Packet({"failure": str(error)})
-            except Exception as error:  # may hold paths and names of this site, which must not leave it
-                self._at = None
+                if self._tells(error):
+                    return Packet({"failure": str(error)})
                 self.notes.append(str(error))
                 return Packet({"failure": f"site '{self.name}' failed; its own notes say why"})
+
+    def _tells(self, error: Exception) -> bool:
+        """Whether the server may read an error: others may hold paths, names, and values that are not shared."""
+        if isinstance(error, DivergedError):
+            return self.share == "scores"
+        return isinstance(error, BadMessage | InputError) and not isinstance(error, FolderError)
+
+    @property
+    def largest_question(self) -> int:
+        """Bytes that no question needs: several times what the client's state has, and room for the terms."""
+        return 4 * state_size(self._engine.get_state(self.client)) + 2**24
 
     def close(self) -> None:
         """Release the engine's files."""
@@ -126,7 +137,7 @@ class Site:
         return Packet({"profile": {**profile.to_dict(), "name": self.name}, "share": self.share})
 
     def _train(self, packet: Packet) -> Packet:
-        round, score = int(packet.facts["round"]), bool(packet.facts.get("score"))
+        round, score = self._round(packet), packet.facts.get("score") is True
         kept = self._diary.find(round)
         if kept is None:
             kept = self._new_answer(round, packet.message or Message(), score=score)
@@ -134,8 +145,18 @@ class Site:
         told = {name: kept.facts[name] for name in shared if name in kept.facts}
         return Packet({"round": round, **told}, kept.message(self._diary.folder))
 
+    def _round(self, packet: Packet, later: int = 0) -> int:
+        return checked_round(packet.facts.get("round"), self.population.task.rounds + later)
+
+    def _check(self, download: Message, round: int) -> None:
+        check_download(self.population, self._engine.get_state(self.client), download, round)
+
     def _new_answer(self, round: int, download: Message, *, score: bool) -> Entry:
-        self._go_to(self._diary.before(round))
+        before = self._diary.before(round)
+        if before is None and round > 1:  # it joined late, or somebody deleted its folder
+            self.notes.append(f"there is no earlier state here, so round {round} starts from the initial weights")
+        self._go_to(before)
+        self._check(download, round)
         self._at = None  # in case the training fails
         (reply,) = self._engine.train(round, {self.client: download})
         scores = self._engine.evaluate([self.client], round) if score and self.share == "scores" else {}
@@ -145,19 +166,32 @@ class Site:
         return entry
 
     def _evaluate(self, packet: Packet) -> Packet:
+        round = self._round(packet, later=1)  # what comes after the last download is scored too
         if self.share == "nothing":
             return Packet()
         self._go_to(self._diary.newest)
-        received = {} if packet.message is None else {self.client: packet.message}
-        scores = self._engine.evaluate([self.client], int(packet.facts["round"]), received)
+        received = {}
+        if packet.message is not None:
+            self._check_evaluated(packet.message)
+            self._check(packet.message, round)
+            received = {self.client: packet.message}
+        scores = self._engine.evaluate([self.client], round, received)
         return Packet({"evaluation": scores[self.client].told()})
+
+    def _check_evaluated(self, download: Message) -> None:
+        """Else a server could have any values of its own scored on this site's samples, time and again."""
+        method, agreed = self.population.method, self.agreement.experiment.get("evaluate", "after-download")
+        if not method.kept_fresh and agreed != "after-download" and (download.tensors or download.metadata):
+            raise BadMessage(f"{method.name} evaluates with nothing that a server sends.")
 
     def _finish(self, packet: Packet) -> Packet:
         """Keep the final state; where the method predicts with what the server knows, with what it knew at the end."""
         self._go_to(self._diary.newest)
         state, method = self._engine.get_state(self.client), self.population.method
-        knowledge = self.population.knowledge(self.client, int(packet.facts["round"]))
-        self._keep(method.refreshed(state, packet.message or Message(), knowledge))
+        round, download = self._round(packet), packet.message or Message()
+        if method.kept_fresh:
+            self._check(download, round)
+        self._keep(method.refreshed(state, download, self.population.knowledge(self.client, round)))
         return Packet()
 
     def _go_to(self, entry: Entry | None) -> None:

@@ -239,6 +239,7 @@ def _result(folder: RunFolder, problems: list[str]) -> tuple[dict[str, Any], lis
         problems.append(str(error))
         return {}, []
     columns = ["client", "architecture", "train_samples", "test_samples", "accuracy_final"]
+    columns += [name for name in ("balanced_accuracy_final", "largest_class") if name in rows]
     return summary, json.loads(rows[columns].to_json(orient="records", double_precision=15))
 
 

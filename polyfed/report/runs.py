@@ -10,6 +10,7 @@ from rich.table import Table
 
 from polyfed.report.overview import Group, Overview, age
 from polyfed.report.plot import plot
+from polyfed.report.summary import tells_more
 from polyfed.report.tables import plain_table, summary_table
 from polyfed.server.scores import percent
 
@@ -73,12 +74,16 @@ def _numbers(each: Overview | Group) -> tuple[str, str, str, str]:
 
 
 def _worst(run: Overview) -> Table:
+    shown = {"worst clients": "client", "architecture": "architecture", "train samples": "train_samples",
+             "test samples": "test_samples"}  # fmt: skip
+    shares = {"accuracy": "accuracy_final"}
+    if tells_more(run.summary):
+        shares |= {"balanced": "balanced_accuracy_final", "largest class": "largest_class"}
     rows = [
-        [str(c["client"]), str(c["architecture"]), str(c["train_samples"]), str(c["test_samples"]),
-         percent(c["accuracy_final"])]
+        [*(str(c[name]) for name in shown.values()), *(percent(c.get(name)) for name in shares.values())]
         for c in run.worst
-    ]  # fmt: skip
-    return plain_table(["worst clients", "architecture", "train samples", "test samples", "accuracy"], rows)
+    ]
+    return plain_table([*shown, *shares], rows)
 
 
 def _notes(run: Overview) -> Iterator[str]:

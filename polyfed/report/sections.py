@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from polyfed.errors import InputError
+from polyfed.metrics import FURTHER, TITLES
 from polyfed.report import figures, html, learned
 from polyfed.report.about import about_runs, traffic
 from polyfed.report.data import X_AXES, Material, Run
@@ -21,6 +22,8 @@ MOST_CELLS = 20_000
 MOST_LOADED = 4
 """Runs whose data and networks are loaded for one report: each takes a while."""
 MOST_DISTANCES = 8
+MORE = {f"{metric}_final": f"{TITLES[metric]} (%)" for metric in FURTHER} | {"largest_class": "largest class (%)"}
+"""Columns of clients.csv for runs where accuracy says little, and their titles."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,9 @@ def _clients(material: Material) -> Section:
     columns = {"method": "method", "seed": "seed", "client": "client", "architecture": "network",
                "train_samples": "training samples", "test_samples": "test samples", "classes": "classes",
                "accuracy": "accuracy (%)", "gain": "minus alone"}  # fmt: skip
+    if any(run.outcome and run.outcome.tells_more for run in material.runs):
+        frame = frame.assign(**{name: 100 * frame[name] for name in MORE if name in frame})
+        columns |= {name: title for name, title in MORE.items() if name in frame and frame[name].notna().any()}
     every = frame[list(columns)].rename(columns=columns).round(2)
     listing = html.frame(every, "Every client after the last round; a heading sorts.", sortable=True, most=1000)
     return Section("Clients", "", parts.figures, html.listed(parts.missing) + html.details("All clients", listing))

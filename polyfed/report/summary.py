@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from polyfed.metrics import FURTHER, TITLES
 from polyfed.server.scores import percent
 
 
@@ -22,6 +23,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[list[str]]:
             else "no validation samples",
         ],
         ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
+        *_beside_accuracy(summary),
         *_test_set(summary.get("test_set", "none")),
         ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
         [
@@ -35,6 +37,21 @@ def summary_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     if "simulated_seconds" in summary:
         rows.append(["simulated time of all rounds", f"{summary['simulated_seconds']:.1f}", "seconds"])
     return rows
+
+
+def _beside_accuracy(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Where classes are two or imbalanced, what else to look at; runs of earlier versions have recorded nothing."""
+    if not tells_more(summary):
+        return []
+    notes = {"auc": "50 % is chance"}
+    found = [(f"{TITLES[each]}, final", summary.get(f"{each}_final"), notes.get(each, "")) for each in FURTHER]
+    found.insert(0, ("always predicting the largest class", summary.get("largest_class_mean"), "for comparison"))
+    return [[what, percent(value), note] for what, value, note in found if value is not None and value == value]
+
+
+def tells_more(summary: Mapping[str, Any]) -> bool:
+    """Whether metrics beside accuracy say more than accuracy: there are two classes, or they are imbalanced."""
+    return bool(summary.get("imbalanced")) or summary.get("classes") == 2
 
 
 def _test_set(choice: str) -> list[list[str]]:

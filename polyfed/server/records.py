@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.evaluation import PARTS, Part, Score
 from polyfed.message import Message
 from polyfed.methods.base import Reply
+from polyfed.metrics import FURTHER
 from polyfed.profile import Profile
-from polyfed.server.scores import Best, Progress, summarise
+from polyfed.server.scores import Best, Progress, further_means, summarise
 
 
 def evaluation_rows(
@@ -24,6 +26,7 @@ def evaluation_rows(
             **summarise(latest, part, rule),
             "accuracy_participants": summarise(participants, part, rule)["accuracy_mean"],
             "simulated_seconds": elapsed,
+            **further_means(latest, part, rule),
         }
         for part in PARTS
         for rule in next(iter(latest.values())).rules
@@ -34,7 +37,7 @@ def client_rows(profiles: Mapping[int, Profile], progress: Progress) -> list[dic
     """One row for each client, with its accuracies."""
     rows = []
     for client, profile in profiles.items():
-        best = progress.clients.get(client, Best())
+        best, score = progress.clients.get(client, Best()), progress.latest.get(client)
         rows.append(
             {
                 "client": client,
@@ -47,6 +50,8 @@ def client_rows(profiles: Mapping[int, Profile], progress: Progress) -> list[dic
                 "accuracy_final": best.final,
                 "accuracy_at_best_validation": best.at_best_validation,
                 "accuracy_best": best.best,
+                **{f"{metric}_final": score.measure(metric) if score else math.nan for metric in FURTHER},
+                "largest_class": score.largest_class if score else math.nan,
             }
         )
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from polyfed.confusion import Cells, as_text, from_text
 from polyfed.errors import InputError
 from polyfed.evaluation import Part, Score
+from polyfed.metrics import FURTHER
 from polyfed.server.replies import Sizes
 
 ACCURACIES = ("accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile")
@@ -37,6 +38,29 @@ def summarise(scores: Mapping[int, Score], part: Part, rule: str) -> dict[str, f
         "accuracy_std": float(accuracies.std()),
         "accuracy_worst_decile": float(accuracies[: max(1, len(accuracies) // 10)].mean()),
     }
+
+
+def further_means(scores: Mapping[int, Score], part: Part = "test", rule: str | None = None) -> dict[str, float]:
+    """The metrics beside accuracy, each the plain mean over the clients for which it is known."""
+    return {f"{metric}_mean": _mean(s.measure(metric, part, rule) for s in scores.values()) for metric in FURTHER}
+
+
+def about_balance(scores: Mapping[int, Score], classes: int) -> dict[str, Any]:
+    """For the summary: metrics beside accuracy, AUC only for two classes, and what tells how much accuracy says."""
+    final = {f"{name.removesuffix('_mean')}_final": mean for name, mean in further_means(scores).items()}
+    if classes != 2:
+        del final["auc_final"]
+    return {
+        **final,
+        "classes": classes,
+        "largest_class_mean": _mean(score.largest_class for score in scores.values()),
+        "imbalanced": any(score.imbalanced for score in scores.values()),
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
 
 
 @dataclass

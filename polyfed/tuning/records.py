@@ -14,14 +14,15 @@ from typing import Any, Literal, TypeAlias, get_args
 import yaml
 
 from polyfed.errors import InputError
+from polyfed.metrics import Metric
 from polyfed.records import disk
 from polyfed.records.claim import locked, writable
 from polyfed.records.rows import as_csv
 from polyfed.yaml_text import parse_yaml
 
 State: TypeAlias = Literal["finished", "pruned", "failed"]
-TRIALS = ("method", "trial", "state", "validation_accuracy", "best_so_far", "seconds", "settings", "reason")
-CURVES = ("method", "trial", "round", "validation_accuracy")
+TRIALS = ("method", "trial", "state", "{score}", "best_so_far", "seconds", "settings", "reason")
+CURVES = ("method", "trial", "round", "{score}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Trial:
     settings: Mapping[str, Any]
     state: State
     value: float = math.nan
-    """Mean validation accuracy over the seeds of the search; of a pruned trial what it had reached."""
+    """Mean over the seeds of the search of the metric on validation samples; of a pruned trial what it had reached."""
     seconds: float = 0.0
     reason: str = ""
     curve: Mapping[int, float] = field(default_factory=dict)
@@ -54,13 +55,15 @@ class Tuned:
 class TuneFolder:
     """The folder of a search. Trials are the only state: a search that was stopped continues from them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, metric: Metric = "accuracy") -> None:
         self.path = path
+        self.metric = metric
+        """What validation samples are scored by."""
         self.trials: list[Trial] = []
 
     @staticmethod
     @contextmanager
-    def claimed(path: Path, plan: Mapping[str, Any]) -> Iterator[TuneFolder]:
+    def claimed(path: Path, plan: Mapping[str, Any], metric: Metric = "accuracy") -> Iterator[TuneFolder]:
         """The folder for this search: a new one, or that of the same search with other methods or fewer trials.
 
         Inside, no other process searches in it.
@@ -70,7 +73,7 @@ class TuneFolder:
                 disk.make_folder(path)
                 held.enter_context(locked(path))
                 _settle(path, plan)
-            folder = TuneFolder(path)
+            folder = TuneFolder(path, metric)
             folder.trials = folder._read_trials()
             yield folder
 
@@ -87,14 +90,21 @@ class TuneFolder:
         """Keep a trial; it counts as soon as it is on disk."""
         self.trials.append(trial)
         # The curves first: a trial without its curve could not be pruned against, a curve without its trial is ignored.
-        disk.write(self.path / "curves.csv", as_csv([CURVES, *self._curve_rows()]))
-        disk.write(self.path / "trials.csv", as_csv([TRIALS, *self._trial_rows()]))
+        disk.write(self.path / "curves.csv", as_csv([self._header(CURVES), *self._curve_rows()]))
+        disk.write(self.path / "trials.csv", as_csv([self._header(TRIALS), *self._trial_rows()]))
 
     def write_best(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write an experiment file with the best settings of a method."""
         file = self.path / name
         disk.write(file, yaml.safe_dump(dict(content), sort_keys=False))
         return file
+
+    @property
+    def _score(self) -> str:
+        return f"validation_{self.metric}"
+
+    def _header(self, columns: Sequence[str]) -> list[str]:
+        return [column.format(score=self._score) for column in columns]
 
     def _trial_rows(self) -> Iterable[Sequence[Any]]:
         for trial, best in zip(self.trials, best_so_far(self.trials), strict=True):
@@ -115,11 +125,11 @@ class TuneFolder:
             curves: dict[tuple[str, int], dict[int, float]] = {}
             for row in self._rows("curves.csv"):
                 curve = curves.setdefault((row["method"], int(row["trial"])), {})
-                curve[int(row["round"])] = float(row["validation_accuracy"])
+                curve[int(row["round"])] = float(row[self._score])
             trials = [
                 Trial(
                     row["method"], int(row["trial"]), _settings(row["settings"]), _state(row["state"]),
-                    float(row["validation_accuracy"]), float(row["seconds"]), row["reason"],
+                    float(row[self._score]), float(row["seconds"]), row["reason"],
                     curves.get((row["method"], int(row["trial"])), {}),
                 )
                 for row in self._rows("trials.csv")
@@ -175,7 +185,7 @@ def _settle(path: Path, plan: Mapping[str, Any]) -> None:
             raise InputError(f"'{path}' is not empty and holds no search: choose another folder with --out.")
         disk.write(file, yaml.safe_dump(dict(plan), sort_keys=False))
         return
-    found = _read_plan(file)
+    found = {"metric": "accuracy", **_read_plan(file)}  # searches of earlier versions know no other
     for name in {**found, **plan}:
         if found.get(name) != plan.get(name):
             raise InputError(

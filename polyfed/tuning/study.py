@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyfed.comparison.outcomes import check_metric, without
 from polyfed.comparison.plan import nested
 from polyfed.comparison.runner import finish
 from polyfed.config import experiment as checked
@@ -21,6 +22,7 @@ from polyfed.config import merged
 from polyfed.data.splits import parse_split
 from polyfed.errors import DivergedError, FolderError, InputError, RunError
 from polyfed.methods import find_method
+from polyfed.metrics import Metric
 from polyfed.records import RunFolder
 from polyfed.seeds import derive
 from polyfed.server.federation import Interrupted, Watcher
@@ -55,6 +57,7 @@ def tune(
     seeds: Sequence[int] = SEEDS,
     sampler: Sampler = "tpe",
     search: Mapping[str, Domain] | None = None,
+    metric: str = "accuracy",
     prune: bool = True,
     keep_runs: bool = False,
     watcher: Watcher | None = None,
@@ -64,6 +67,7 @@ def tune(
 ) -> list[Tuned]:
     """Search for the best settings of each method by validation accuracy, with as many trials for each.
 
+    `metric` is what validation samples are scored by: accuracy, balanced_accuracy, macro_f1 or, for two classes, auc.
     `search` maps settings to `Choices` or a `Range`; without it the common training settings and each method's own grid
     are searched. `out` keeps every trial: the same call continues a search that was stopped, and more trials extend it.
     `tell` is called after each trial, `watcher` is told of every run.
@@ -73,15 +77,16 @@ def tune(
     _need_optuna()
     given = dict(search or {})
     _check(methods, trials, seeds, given, settings)
+    chosen = check_metric(metric, checked(**{**settings, "method": "standalone"}).data)
     plan = {
         "settings": {
             **checked(**{**settings, "method": "standalone"}).model_dump(mode="json", exclude={"method", "seed"}),
             "method": dict(settings.get("method", {})),
         },
         "seeds": list(seeds), "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
-        "prune": prune,
+        "prune": prune, "metric": chosen,
     }  # fmt: skip
-    with TuneFolder.claimed(Path(out), plan) as folder:
+    with TuneFolder.claimed(Path(out), plan, chosen) as folder:
         spaces = {method: search_space(method, given, sampler, settings) for method in methods}
         studies = [
             _Study(folder, method, space, sampler, seeds, settings, prune, keep_runs, watcher or Watcher())
@@ -90,9 +95,9 @@ def tune(
         _check_equal(folder, methods, trials)
         try:
             found = [_tuned(study, trials, settings, tell, note) for study in studies]
-            contents = {each.method: _best_settings(each.best, settings, seeds, each.trials) for each in found}
+            contents = {each.method: _best_settings(each.best, settings, seeds, each.trials, chosen) for each in found}
             folder.write_best("best.yaml", contents[methods[0]] if len(methods) == 1 else {"methods": contents})
-            draw_search([trial for trial in folder.trials if trial.method in methods], folder.path)
+            draw_search([trial for trial in folder.trials if trial.method in methods], folder.path, chosen)
         except Interrupted as error:  # which names the run in progress, of which the user knows nothing
             raise Interrupted(f"stopped; the same command continues the search in '{folder.path}'.") from error
         except OSError as error:
@@ -129,7 +134,7 @@ def _tuned(
     if best is None:
         reason = next((trial.reason for trial in folder.of(method) if trial.reason), "all were pruned")
         raise RunError(f"no trial of {method} finished ({reason}).")
-    content = _best_settings(best, settings, study.seeds, len(folder.of(method)))
+    content = _best_settings(best, settings, study.seeds, len(folder.of(method)), folder.metric)
     return Tuned(method, best, len(folder.of(method)), folder.write_best(f"best-{_file_name(method)}.yaml", content))
 
 
@@ -187,7 +192,11 @@ class _Study:
             scores: list[float] = []
             curve: dict[int, float] = {}
             for seed in self.seeds:
-                watcher = _Pruner(self.watcher, asked if self.prune and not scores and number >= STARTUP else None)
+                watcher = _Pruner(
+                    self.watcher,
+                    asked if self.prune and not scores and number >= STARTUP else None,
+                    self.folder.metric,
+                )
                 curve_of_seed = self._run(number, config.model_copy(update={"seed": seed}), watcher)
                 curve = curve or curve_of_seed
                 scores.append(curve_of_seed[max(curve_of_seed)])
@@ -213,8 +222,10 @@ class _Study:
         except Interrupted:
             if not watcher.pruned:
                 raise
-        found = validation_curve(RunFolder.open(path))
+        found = validation_curve(RunFolder.open(path), self.folder.metric)
         if not found or math.isnan(found[max(found)]):
+            if self.folder.metric == "auc":
+                raise without(path, self.folder.metric)
             raise RunError(
                 "clients have no validation samples, so there is nothing to choose by: use a split with a validation "
                 "part, such as 8:1:1."
@@ -282,8 +293,8 @@ class _Study:
 class _Pruner(Watcher):
     """Passes everything on, and stops a run that is worse than the median of its method's earlier trials."""
 
-    def __init__(self, outer: Watcher, trial: optuna.trial.Trial | None) -> None:
-        self._outer, self._trial, self._reported = outer, trial, 0
+    def __init__(self, outer: Watcher, trial: optuna.trial.Trial | None, metric: Metric) -> None:
+        self._outer, self._trial, self._metric, self._reported = outer, trial, metric, 0
         self.pruned = False
 
     @property
@@ -304,18 +315,18 @@ class _Pruner(Watcher):
         self._outer.on_round(round, row)
         if row is None or self._trial is None or self.folder is None:
             return
-        curve = validation_curve(RunFolder.open(self.folder))
+        curve = validation_curve(RunFolder.open(self.folder), self._metric)
         for number, value in list(curve.items())[self._reported :]:
             self._trial.report(value, number)
         self._reported = len(curve)
         self.pruned = self.pruned or self._trial.should_prune()
 
 
-def validation_curve(folder: RunFolder) -> dict[int, float]:
-    """Mean validation accuracy over clients by round, by the method's own rule."""
+def validation_curve(folder: RunFolder, metric: Metric = "accuracy") -> dict[int, float]:
+    """Mean validation accuracy, or another metric, over clients by round, by the method's own rule."""
     rows = folder.evaluations()
     rows = rows[rows.part == "validation"].drop_duplicates("round")  # the own rule comes first
-    return {int(r): float(v) for r, v in zip(rows["round"], rows.accuracy_mean, strict=True)}
+    return {int(r): float(v) for r, v in zip(rows["round"], rows[f"{metric}_mean"], strict=True)}
 
 
 def _new_study() -> optuna.Study:
@@ -326,10 +337,12 @@ def _new_study() -> optuna.Study:
     return optuna.create_study(direction="maximize", pruner=pruner)
 
 
-def _best_settings(best: Trial, settings: Mapping[str, Any], seeds: Sequence[int], trials: int) -> dict[str, Any]:
+def _best_settings(
+    best: Trial, settings: Mapping[str, Any], seeds: Sequence[int], trials: int, metric: Metric
+) -> dict[str, Any]:
     """An experiment: what the search was given, with the best values laid over it, and where they come from."""
     content = merged(of_method(best.method, settings), nested(best.settings))
-    origin = {"validation_accuracy": round(best.value, 6), "trials": trials, "seeds": list(seeds)}
+    origin = {f"validation_{metric}": round(best.value, 6), "trials": trials, "seeds": list(seeds)}
     return {name: value for name, value in content.items() if value not in ({}, None)} | {"tuned": origin}
 
 

@@ -41,7 +41,7 @@ def test_class_names_in_an_archive_are_counted(tmp_path: Path) -> None:
     assert load_dataset(f"npz:{tmp_path / 'again.npz'}").class_names == tuple("abcdefg")
 
 
-@pytest.mark.parametrize(("key", "length"), [("client", 3), ("x_val", 2), ("weights", 6)])
+@pytest.mark.parametrize(("key", "length"), [("client_names", 3), ("x_val", 2), ("weights", 6)])
 def test_arrays_about_samples_that_would_be_ignored_are_refused(tmp_path: Path, key: str, length: int) -> None:
     own = {"x": PIXELS, "y": np.arange(6) % 3}
     np.savez(tmp_path / "more.npz", **own, **{key: np.zeros(length)})

@@ -120,7 +120,6 @@ def test_a_picture_cut_off_in_the_middle_is_named(tmp_path: Path) -> None:
         ("folder:x?size=", "has no value"),
         ("folder:x?size=3&size=4", "given twice"),
         ("folder:", "names no path"),
-        ("npz:x?map=1", "has no options"),
     ],
 )
 def test_addresses_are_checked(address: str, words: str) -> None:

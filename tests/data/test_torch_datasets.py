@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,13 +71,15 @@ IMAGE = torch.zeros(1, 4, 4)
 @pytest.mark.parametrize(
     ("samples", "words"),
     [
-        ([(IMAGE, 0.0), (IMAGE, 1.5)], "label 1.5 at index 1, but polyfed classifies"),
+        ([(IMAGE, 0.0), (IMAGE, 1.5)], "the value 1.5 at index 1, but polyfed classifies"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([0.2, 1.7])), "polyfed classifies"),
-        ([{"image": IMAGE, "label": 0}], r"mappings with 'image', 'label': give pairs .*s\['image'\], s\['label'\]"),
-        (Stream(), r"is a Stream without a length .* list\(dataset\)"),
+        ([{"image": IMAGE, "kind": 0}], "have the columns 'image', 'kind', and none looks like the label"),
+        ([{"a": IMAGE, "b": IMAGE, "label": 0}], "none looks like the sample itself: name it, image='COLUMN'"),
+        (Stream(), r"is a Stream without a length.* list\(dataset\)"),
         (DataLoader(TensorDataset(IMAGE)), "give its dataset, loader.dataset"),
-        ([(IMAGE, torch.eye(3)[0])], "labels of 3 values each: .* one-hot .*argmax"),
-        ([(IMAGE, "cat")], "text, such as 'cat': number them"),
+        ([(IMAGE, torch.ones(3))], "labels of shape .* one-hot rows with a single 1 each"),
+        ([(IMAGE, torch.eye(3)[0]), (IMAGE, 1)], "labels of 1 and of 3 values"),
+        ([(IMAGE, "cat"), (IMAGE, 1)], "text and others that are not"),
         ([(IMAGE, None)], "label of type NoneType at position 0"),
         (TensorDataset(IMAGE), "sample 0 of dataset 'mine' has 1 entries: give pairs"),
         ([IMAGE], "sample 0 of dataset 'mine' is a Tensor: give pairs"),
@@ -95,23 +96,18 @@ def test_labels_may_be_whole_floats_tensors_and_truths() -> None:
     assert from_torch_dataset(pairs).labels.tolist() == [0, 1, 2, 1]
 
 
-class HuggingFace:
-    __module__ = "datasets.arrow_dataset"
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (pd.DataFrame({"a": [1]}), r"DataFrame.*polyfed.from_arrays\(frame"),
-        (TensorDataset(torch.zeros(2, 3)), r"TensorDataset.*polyfed.from_torch_dataset\(train, test\)"),
-        (HuggingFace(), r"HuggingFace.*from_torch_dataset\(\[\(s\['image'\], s\['label'\]\) for s in data\]\)"),
-        ({"x": 1}, "dict.*polyfed.from_arrays"),
-        ((np.zeros(3), np.zeros(3)), r"tuple.*polyfed.from_arrays\(x, y, x_test, y_test\)"),
-        ([1], "list.*polyfed.from_torch_dataset"),
-        (Path("my.npz"), "write data='npz:my.npz'"),
-        (np.zeros((3, 2)), r"ndarray.*polyfed.from_arrays\(x, y\)"),
+        (pd.DataFrame({"a": [1]}), "--label COLUMN of a"),
+        (TensorDataset(torch.zeros(2, 3)), "sample 0 of .* has 1 entries: give pairs"),
+        (Stream(), r"Stream.*no length.*list\(dataset\)"),
+        ({"x": 1}, r"dict.*arrays \(x, y\)"),
+        ((np.zeros((3, 1)), np.array([0.5, 1, 2])), "the value 0.5 at index 0, but polyfed classifies"),
+        ([1], "sample 0 of .* is a int: give pairs"),
+        (np.zeros((3, 2)), r"ndarray.*pair \(x, y\)"),
         (DataLoader(TensorDataset(IMAGE)), "loader.dataset"),
-        (None, "NoneType.*polyfed.from_arrays"),
+        (None, "NoneType.*give a name, a path, arrays"),
     ],
 )
 def test_data_that_is_no_dataset_gets_a_remedy(data: Any, words: str) -> None:

@@ -196,10 +196,15 @@ def test_data_from_a_function_beside_the_file(tmp_path: Path, function: str) -> 
     assert found.mean == (0.5,)
 
 
+def test_a_site_is_one_client(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="of 'motion' are those of 12 clients, but a site is one client"):
+        _ = one(tmp_path, data="motion").dataset
+
+
 def test_a_function_that_fails_or_gives_something_else(tmp_path: Path) -> None:
     (tmp_path / "amber").mkdir()
     (tmp_path / "amber" / "own_bad.py").write_text("def none(): return 3\ndef fails(): raise KeyError('ward 7')\n")
-    with pytest.raises(InputError, match="own_bad:none gives a value of type int, but must be"):
+    with pytest.raises(InputError, match="own_bad:none gives a value of type int, which holds no samples with labels"):
         _ = one(tmp_path, data="own_bad:none").dataset
     with pytest.raises(InputError, match=r"own_bad:fails\(\) fails: 'ward 7' \(.*own_bad.py, line 2\)"):
         _ = one(tmp_path, data="own_bad:fails").dataset

@@ -209,3 +209,9 @@ def test_files_that_hold_no_terms(tmp_path: Path) -> None:
     path.write_text("members:\n  a: x\n  a: y\n")
     with pytest.raises(InputError, match="gives 'a' twice, in lines 2 and 3"):
         read_terms(path)
+
+
+def test_fedl2g_needs_equal_features_only_if_its_vectors_guide_them() -> None:
+    assert made(method={"name": "fedl2g", "guides": "logits"}, task={"features": None}).method().requires == ()
+    with pytest.raises(InputError, match="fedl2g needs the same number of features"):
+        made(method="fedl2g", task={"features": None})

@@ -18,10 +18,12 @@ CONV1, CONV2, FC1, FC2, FC3 = 28 * 28 * 16 * 75, 10 * 10 * 32 * 400, 800 * 2000,
 FORWARD = 2 * (CONV1 + CONV2 + FC1 + FC2 + FC3)
 
 
-def cifar_clients(method: str) -> Population:
+def cifar_clients(method: str, **settings: str) -> Population:
     images = torch.zeros(20, 3, 32, 32, dtype=torch.uint8)
     dataset = Dataset("grey", images, torch.arange(20) % 10, 10, (0.5,) * 3, (0.5,) * 3)
-    config = experiment(method=method, data="python:grey", models="cnn1", clients=1, partition="iid", device="cpu")
+    config = experiment(
+        method=method, data="python:grey", models="cnn1", clients=1, partition="iid", device="cpu", **settings
+    )
     return assemble(config, dataset)
 
 

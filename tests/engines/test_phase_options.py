@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bounds": {"bounds": {"model.head.bias": (-0.01, 0.01)}},
     "part": {"part": (0.25, 0.75)},
     "augment": {"augment": False},
+    "first_round": {"first_round": 2},
 }
 
 

@@ -16,7 +16,7 @@ from tests.export.runs import NAMES, finished, pictures, some
 
 RULES = {
     "fedproto": "prototypes", "fedtgp": "prototypes", "protonorm": "prototypes", "fedapen": "ensemble",
-    "fedmrl": "fused",
+    "fedmrl": "fused", "pfedafm": "mixed",
 }  # fmt: skip
 
 

@@ -15,33 +15,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+from safetensors.torch import load_file
 
 import polyfed
 from polyfed.deploy import keys
-from polyfed.deploy.member import Member, read_member
+from polyfed.deploy.member import Member, read_member, simulated
+from polyfed.engines import SequentialEngine
 from polyfed.records import RunFolder
+from polyfed.server import federation as server
 
 NAMES = ("amber", "birch", "cedar")
 CLASSES = {"amber": [0, 1, 2, 3], "birch": [3, 4, 5, 6], "cedar": [6, 7, 8, 9, 0]}
 NETWORKS = {"amber": "cnn5", "birch": "own:Small", "cedar": "own:Normed"}
 OWN = '''
-from torch import nn
+import os
+import time
+from pathlib import Path
+from torch import Tensor, nn
+
+HOLD = Path(__file__).with_name(f"hold-{os.environ.get('PARTY')}")
+
+class Wait(nn.Module):
+    """In training, waits as long as there is a file; a process is made slow with it."""
+    def forward(self, x: Tensor) -> Tensor:
+        while self.training and HOLD.exists():
+            time.sleep(0.02)
+        return x
 
 class Small(nn.Sequential):
     """A user's own network."""
     def __init__(self, classes: int = 10) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(784, 24), nn.ReLU(), nn.Linear(24, classes))
+        super().__init__(Wait(), nn.Flatten(), nn.Linear(784, 24), nn.ReLU(), nn.Linear(24, classes))
 
 class Normed(nn.Sequential):
     """With batch norm."""
     def __init__(self, classes: int = 10) -> None:
         super().__init__(
-            nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 32), nn.ReLU(),
-            nn.Linear(32, classes),
+            Wait(), nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 32),
+            nn.ReLU(), nn.Linear(32, classes),
         )
 '''
-PATIENCE = 240.0
+PATIENCE = 180.0
 """Seconds after which something that should have happened is a failure; machines that run tests may be slow."""
 
 
@@ -52,22 +68,55 @@ class Party:
         self.home, self.name, self.command, self.environment = home, name, command, environment
         self.output = home / f"{name}.out"
         self.process: subprocess.Popen[bytes] | None = None
+        self._prepared: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Party:
+    def start(self, *doom: str) -> Party:
+        """Start it; with a moment and a number, in a process that dies then."""
         assert self.process is None or self.process.poll() is not None, f"{self.name} runs already"
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
-        with self.output.open("ab") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "polyfed", *self.command],
-                cwd=self.home, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        if self._prepared is not None and not doom:
+            assert self._prepared.stdin is not None
+            self._prepared.stdin.close()
+            self.process, self._prepared = self._prepared, None
+        else:
+            self.process = self._launch(*doom)
         return self
+
+    def prepare(self) -> None:
+        """Import everything in a process that `start` then uses, so that it is quickly back on slow machines too."""
+        self._prepared = self._launch("standby", "0", stdin=subprocess.PIPE)
+
+    def _launch(self, *doom: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PARTY": self.name, **self.environment}
+        program = [str(Path(__file__).with_name("doomed.py")), *doom] if doom else ["-m", "polyfed"]
+        with self.output.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, *program, *self.command],
+                cwd=self.home, env=variables, stdin=stdin, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
 
     def kill(self) -> None:
         """At once, without a word: as if the power went out."""
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        for process in (self.process, self._prepared):
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def hold(self) -> None:
+        """Let it wait in the middle of its training, until `release`; for those with a network of their own."""
+        self._holding.touch()
+
+    def release(self) -> None:
+        self._holding.unlink()
+
+    @property
+    def _holding(self) -> Path:
+        return self.home / f"hold-{self.name}"
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGTERM, SIGINT, SIGSTOP…"""
+        assert self.process is not None
+        os.killpg(self.process.pid, number)
 
     def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit status."""
@@ -86,10 +135,15 @@ class Party:
         """Until what it has printed matches."""
         self.wait_until(lambda: re.search(pattern, self.said) is not None, f"say '{pattern}'", seconds)
 
+    def wait_for_round(self, number: int) -> None:
+        """Until the server has shown that round, since it was started first."""
+        self.wait_to_say(rf"(?m)^round {number}/")
+
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, f"{self.name} did not {what} in time; it said:\n{self.said}"
+            ended = self.process is not None and self.process.poll() is not None and not condition()
+            assert not ended and time.monotonic() < end, f"{self.name} did not {what} in time; it said:\n{self.said}"
             time.sleep(0.05)
 
 
@@ -164,6 +218,12 @@ class Federation:
         return RunFolder.open(self.home / "run")
 
     @property
+    def row(self) -> int:
+        """How many rounds are recorded."""
+        file = self.home / "run" / "rounds.csv"
+        return max(0, file.read_text().count("\n") - 1) if file.exists() else 0
+
+    @property
     def notes(self) -> list[str]:
         """What the server noted."""
         return [event["note"] for event in self.folder.events() if event["event"] == "note"]
@@ -171,6 +231,11 @@ class Federation:
     def members(self) -> list[Member]:
         """The members, to be simulated in this process."""
         return [read_member(self.home / f"{name}.yaml") for name in NAMES]
+
+    def state(self, name: str, round: int) -> dict[str, torch.Tensor]:
+        """What a member keeps of itself after a round."""
+        (file,) = (self.home / f"state-{name}" / "rounds").glob(f"state.{round}.*.safetensors")
+        return load_file(file)
 
     def close(self) -> None:
         for party in (self.server, *self.sites.values()):
@@ -185,6 +250,35 @@ def federation(home: Path, method: str | Mapping[str, Any] = "fedproto", **chang
         yield found
     finally:
         found.close()
+        sys.modules.pop("own", None)  # of this federation; the next has its own
+        sys.path[:] = [folder for folder in sys.path if folder != str(home.resolve())]
+
+
+TOLD = ["round", "loss_mean", "accuracy_mean", "accuracy_std", "participants", "replies", "upload_floats"]
+"""What a federation and its simulation both know of a round."""
+
+
+def simulate(real: Federation) -> server.Federation:
+    """The same members, terms and seed in this process, one client after another."""
+    people = simulated(real.members())
+    config = real.members()[0].terms.experiment()
+    folder = RunFolder.create(real.home / "simulation", config)
+    alone = server.Federation(config, people.method, SequentialEngine(people), folder)
+    alone.run()
+    return alone
+
+
+def assert_equals_simulation(real: Federation) -> None:
+    """The same rounds, the same server and the same clients as in a simulation, bit by bit."""
+    alone, run = simulate(real), real.folder
+    assert run.rounds()[TOLD].equals(alone.folder.rounds()[TOLD])
+    expected = alone.folder.server_state()
+    assert run.server_state().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in run.server_state().items())
+    for number, name in enumerate(NAMES):
+        own, state = real.state(name, run.config.rounds), alone.engine.states.get_state(number)  # type: ignore[union-attr]
+        assert own.keys() == state.keys()
+        assert all(torch.equal(own[key], state[key]) for key in own), name
 
 
 def free_port() -> int:

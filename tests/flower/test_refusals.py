@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'polyfed[flower]'")
 
 import httpx
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Metadata, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest, RegisterNodeFleetRequest
-from flwr.proto.message_pb2 import PushObjectRequest
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.runtime import RuntimeHttpClient
 
 from polyfed.deploy import certificates, keys
-from polyfed.flower.node import Refused
+from polyfed.flower.node import Refused, Unreachable
 from polyfed.flower.server import LARGEST_REQUEST
+from polyfed.flower.wire import content_of
 from polyfed.message import Message
 from polyfed.remote.transport import Packet, Patience
 from tests.flower import support
@@ -46,6 +50,23 @@ def test_an_unregistered_key_is_refused_in_a_sentence(people: support.Federation
     with pytest.raises(Refused, match="does not accept this site's key: ask the coordinator"):
         people.connection("stranger", echo).run()
     assert not fleet.transport.nodes()
+
+
+@pytest.mark.parametrize(("seconds", "accepted"), [(-200, True), (3, True), (60, False)])
+def test_clocks_may_differ_by_minutes_but_no_site_may_be_ahead(
+    people: support.Federation, monkeypatch: pytest.MonkeyPatch, seconds: float, accepted: bool
+) -> None:
+    """A site's clock signs its requests and dates its answers; the sentence names it if it is wrong."""
+    fleet = people.listen()
+    for module in ("flwr.supernode.node_auth_http_interceptor.now", "flwr.app.message.message.now"):
+        monkeypatch.setattr(module, lambda: datetime.now(UTC) + timedelta(seconds=seconds))
+    if not accepted:
+        with pytest.raises(Refused, match="check that this machine's clock is right"):
+            people.connection("amber", echo).run()
+        return
+    people.start("amber", echo)
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    assert fleet.transport.ask("train", {"amber": Packet({"round": 1})}, Patience(20))["amber"].facts["round"] == 1
 
 
 def test_another_authoritys_server_is_refused_by_the_site(people: support.Federation, tmp_path: Path) -> None:
@@ -222,6 +243,95 @@ def test_a_member_cannot_answer_for_another(people: support.Federation) -> None:
     birch.push(FlowerMessage(RecordDict(), reply_to=question))
     thread.join(20)
     assert found["birch"].facts == {"failure": "it is not one of polyfed's messages."}
+
+
+def test_a_member_cannot_spoil_anothers_answer(people: support.Federation) -> None:
+    """It knows the facts that birch will answer with, and names that object first: with a part that never comes.
+
+    Nor can it have birch's answer refused by announcing one for it that is too large, or keep the server's memory busy
+    with answers to questions that nobody asked.
+    """
+    fleet = people.listen()
+    fleet.transport.largest_reply = 1000
+    amber, birch = Raw(people, "amber"), Raw(people, "birch")
+    thread, found = asked(people, "amber", "birch")
+    question = birch.question()
+    honest = FlowerMessage(content_of(Packet({"round": 1})), reply_to=question)
+    own = FlowerMessage(content_of(Packet({"round": 1})), reply_to=amber.question())
+    own.metadata.__dict__["_message_id"] = own.object_id
+    false = get_object_tree(own)
+    for node in false.children[0].children:
+        node.children.append(ObjectTree(object_id="ab" * 32))
+    bare = message_to_proto(remove_content_from_message(own))
+    amber.client.PushMessages(PushMessagesRequest(node=amber.node, messages_list=[bare], message_object_trees=[false]))
+    many = RecordDict({str(place): ConfigRecord({"n": place}) for place in range(100)})
+    for changes in ({}, {"_reply_to_message_id": "cd" * 32}):
+        amber.push(FlowerMessage(many, reply_to=question), _src_node_id=amber.node.node_id, **changes)
+    assert not fleet.link._refused
+    birch.push(honest)
+    fleet.link.deactivate_node(amber.node.node_id)
+    thread.join(20)
+    assert found["birch"].facts == {"round": 1} and found["amber"].failed
+    link = fleet.link
+    assert not (link._arriving or link._refused or link.message_res_store or link._object_push_sessions)
+
+
+def test_a_member_cannot_ask_another(people: support.Federation) -> None:
+    fleet = people.listen()
+    amber, birch = Raw(people, "amber"), Raw(people, "birch")
+    metadata = Metadata(fleet.link._run, "", amber.node.node_id, birch.node.node_id, "", "", time.time(), 60, "train")
+    forged = FlowerMessage(content=content_of(Packet({"round": 1})), metadata=metadata)  # type: ignore[call-overload]
+    amber.push(forged)
+    assert not fleet.link.message_ins_store and not fleet.link.object_store.get(forged.object_id)
+
+
+def test_an_answer_whose_pieces_are_too_large_together_is_refused(people: support.Federation) -> None:
+    """Its number of pieces is right, and each fits into a request; the server keeps none of them."""
+    fleet = people.listen()
+    fleet.transport.largest_reply = 1000
+    amber = Raw(people, "amber")
+    thread, found = asked(people, "amber")
+    question = amber.question()
+    amber.push(FlowerMessage(RecordDict({"facts": ConfigRecord({"json": bytes(4 * 2**20)})}), reply_to=question))
+    thread.join(20)
+    assert found["amber"].facts == {"failure": "its answer is too large."}
+    assert not fleet.link._arriving
+
+
+def test_without_a_signature_nothing_is_answered(people: support.Federation) -> None:
+    """Also if the request does not look like one of Flower's, so that nothing is there to be authenticated."""
+    fleet = people.listen()
+    amber = Raw(people, "amber")
+    body = PullMessagesRequest(node=amber.node).SerializeToString()
+    with httpx.Client(verify=str(people.folder / "ca.crt")) as browser:
+        for kind in ("application/x-protobuf", "application/protobuf", "text/plain", "application/json"):
+            answer = browser.post(
+                f"https://127.0.0.1:{fleet.port}/v1/fleet/pull-messages", content=body, headers={"content-type": kind}
+            )
+            assert 400 <= answer.status_code < 500
+
+
+@pytest.mark.parametrize("kind", ["large", "compressed"])
+def test_a_response_of_any_size_does_not_fill_a_sites_memory(people: support.Federation, kind: str) -> None:
+    people.listen()
+    connection = people.connection("amber", echo)
+    headers = {"content-encoding": "gzip"} if kind == "compressed" else {}
+    content = b"x" if headers else bytes(LARGEST_REQUEST + 1)
+    sent = httpx.MockTransport(lambda request: httpx.Response(200, headers=headers, stream=httpx.ByteStream(content)))
+    with connection._client() as client:
+        client._client._transport = sent
+        with pytest.raises(Unreachable, match="ReadError"):
+            connection._activate(client)
+
+
+def test_a_question_that_is_too_large_is_refused(people: support.Federation) -> None:
+    fleet = people.listen()
+    site = people.start("amber", echo)
+    site.largest = 2**20
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    message = Message({"w": torch.zeros(2**20)})
+    found = fleet.transport.ask("train", {"amber": Packet({"round": 1}, message)}, Patience(20))
+    assert found["amber"].facts == {"failure": "the question is too large."}
 
 
 def test_a_member_cannot_use_anothers_number(people: support.Federation) -> None:

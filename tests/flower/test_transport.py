@@ -115,6 +115,14 @@ def test_a_member_that_is_away_is_missing_from_the_answers(people: support.Feder
     assert list(ask(people, "amber", "cedar")) == ["amber"]
 
 
+def assert_nothing_is_kept(people: support.Federation) -> None:
+    """Once all questions are answered or given up, they need no memory."""
+    assert people.fleet is not None
+    link = people.fleet.link
+    assert not link.message_ins_store and not link.message_res_store and not link._object_push_sessions
+    assert not link.object_store.store  # type: ignore[attr-defined]
+
+
 def raw(people: support.Federation, name: str) -> tuple[Any, Any]:
     """A connection that only does what the test says, as if its process had died after that."""
     connection = people.connection(name, echo)
@@ -140,7 +148,7 @@ def test_a_site_that_died_with_a_question_is_asked_again_when_it_comes_back(peop
 
 
 def test_a_site_that_died_while_it_answered_is_asked_again(people: support.Federation) -> None:
-    """Its answer was announced, but not all pieces came."""
+    """Its answer was announced, but not all pieces came; those that came are not kept for ever."""
     people.listen()
     dying = people.connection("amber", echo)
     client = dying._client()
@@ -152,6 +160,25 @@ def test_a_site_that_died_while_it_answered_is_asked_again(people: support.Feder
     people.start("amber", echo)
     thread.join(20)
     assert found["amber"].facts == {"kind": "train", "round": 7}
+    assert_nothing_is_kept(people)
+
+
+def test_half_an_answer_to_a_question_that_was_given_up_is_not_kept(people: support.Federation) -> None:
+    fleet = people.listen()
+    dying = people.connection("amber", echo)
+    client = dying._client()
+    node = dying._activate(client)
+    found: dict[str, Packet] = {}
+    patience = Patience(2.0)
+    thread = threading.Thread(target=lambda: found.update(ask(people, "amber", patience=patience, round=7)))
+    thread.start()
+    client.PushObject = lambda piece: (_ for _ in ()).throw(RuntimeError("killed"))  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="killed"):
+        dying._serve(client, node)
+    thread.join(20)
+    assert found == {}
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    assert_nothing_is_kept(people)
 
 
 def test_sites_come_back_to_a_server_that_was_started_anew(people: support.Federation) -> None:

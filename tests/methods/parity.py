@@ -29,6 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedssa-head": {"name": "fedssa", "average": "head", "decay": "linear"},
     "pfedes-joint": {"name": "pfedes", "joint": True},
     "pfedes-rate": {"name": "pfedes", "proxy_lr": 0.01},
+    "fedl2g-logits": {"name": "fedl2g", "guides": "logits"},
+    "fedl2g-warmup": {"name": "fedl2g", "warmup": 1, "server_lr": 1.0},
     "fedapen-adapted": {"name": "fedapen", "mixing_lr": 0.1, "adapted_epochs": 3},
 }
 """Methods with options that change what clients compute or what travels; every engine must agree on them too."""

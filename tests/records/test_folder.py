@@ -37,15 +37,16 @@ def test_columns_are_the_documented_ones(tmp_path: Path) -> None:
     heads = {name: (path / f"{name}.csv").read_text().splitlines()[0] for name in ("rounds", "clients", "evaluations")}
     assert heads["rounds"] == (
         "round,accuracy_mean,accuracy_weighted,accuracy_std,accuracy_worst_decile,loss_mean,participants,replies,"
-        "upload_floats,download_floats,upload_bytes,download_bytes,flops,seconds"
+        "upload_floats,download_floats,upload_bytes,download_bytes,flops,seconds,"
+        "balanced_accuracy_mean,macro_f1_mean,auc_mean"
     )
     assert heads["clients"] == (
         "client,architecture,parameters,train_samples,validation_samples,test_samples,classes,accuracy_final,"
-        "accuracy_at_best_validation,accuracy_best"
+        "accuracy_at_best_validation,accuracy_best,balanced_accuracy_final,macro_f1_final,auc_final,largest_class"
     )
     assert heads["evaluations"] == (
         "round,part,rule,accuracy_mean,accuracy_weighted,accuracy_std,accuracy_worst_decile,accuracy_participants,"
-        "simulated_seconds"
+        "simulated_seconds,balanced_accuracy_mean,macro_f1_mean,auc_mean"
     )
     assert (",".join(ROUND_COLUMNS), ",".join(CLIENT_COLUMNS)) == (heads["rounds"], heads["clients"])
     assert ",".join(EVALUATION_COLUMNS) == heads["evaluations"]
@@ -334,6 +335,20 @@ def test_an_earlier_finished_run_can_be_read(tmp_path: Path) -> None:
     assert folder.damage() == ["evaluations.csv has changed since the run ended, with 4 rows then"]  # by this test
     with pytest.raises(InputError, match="has recorded no confusion counts"):
         folder.confusion()
+
+
+@pytest.mark.parametrize(("name", "known"), [("evaluations", EVALUATION_COLUMNS[:9]), ("rounds", ROUND_COLUMNS[:14])])
+def test_a_run_without_metrics_beside_accuracy_keeps_its_columns(
+    tmp_path: Path, name: str, known: tuple[str, ...]
+) -> None:
+    folder = new_folder(tmp_path)
+    (folder.path / f"{name}.csv").write_text(",".join(known) + "\n")
+    folder = RunFolder.open(folder.path)
+    folder.restore()
+    add(folder, 1)
+    found = folder.evaluations() if name == "evaluations" else folder.rounds()
+    assert found.columns.tolist() == list(known)
+    assert len(found) == (2 if name == "evaluations" else 1)
 
 
 def test_rows_of_an_earlier_run_keep_its_columns(tmp_path: Path) -> None:

@@ -36,8 +36,16 @@ class Seen(Watcher):
 class Run:
     """A federation of four sites, of which only some are there at the start."""
 
-    def __init__(self, folder: Path, *there: str, method: Any = "fedproto", rounds: int = 4, **terms: Any) -> None:
-        self.config, self.people = setting(method, participation=1.0, rounds=rounds)
+    def __init__(
+        self,
+        folder: Path,
+        *there: str,
+        method: Any = "fedproto",
+        rounds: int = 4,
+        evaluate: str = "after-training",
+        **terms: Any,
+    ) -> None:
+        self.config, self.people = setting(method, participation=1.0, rounds=rounds, evaluate=evaluate)
         self.agreed = agreement(self.people, **terms)
         self.sites = new_sites(self.people, folder / "sites", self.agreed)
         self.transport = InMemoryTransport({name: self.sites[name].answer for name in there or NAMES}, record=True)
@@ -47,6 +55,15 @@ class Run:
     def started(self, folder: RunFolder) -> Federation:
         engine = RemoteEngine(self.agreed, self.transport, self.people.method)
         return Federation(self.config, self.people.method, engine, folder, self.seen)
+
+    def restarted(self) -> Federation:
+        """From the last checkpoint, as after a kill."""
+        folder = RunFolder(self.federation.folder.path)
+        again = self.started(folder)
+        saved, _ = folder.restore()
+        assert saved is not None
+        again.restore(saved)
+        return again
 
     def comes(self, name: str, answer: Answer | None = None) -> None:
         self.transport.sites[name] = answer or self.sites[name].answer
@@ -193,16 +210,31 @@ def test_a_member_that_left_for_good_keeps_its_row_after_a_restart(tmp_path: Pat
     run.goes("birch")
     run.federation.round(3)
     run.federation.checkpoint()
-    folder = RunFolder(tmp_path / "run")
-    again = run.started(folder)
-    saved, _ = folder.restore()
-    assert saved is not None
-    again.restore(saved)
+    again = run.restarted()
     assert sorted(again.profiles) == [0, 1, 2, 3]
     again.run()
     assert again.folder.clients().client.tolist() == [0, 1, 2, 3]
     assert again.folder.clients().accuracy_final.notna().all()
     assert run.asked("join", "amber") == 2  # whoever is there joins the new server
+
+
+@pytest.mark.parametrize(("seconds", "participants"), [(20, 4), (30, 3)])
+def test_after_a_restart_those_who_took_part_have_time_to_reconnect(
+    tmp_path: Path, seconds: float, participants: int
+) -> None:
+    """Sites try again every few seconds, so with fewer members than before the first round would lose some of them."""
+    run = Run(tmp_path, rounds=2, minimum_members=2)
+    run.federation.round(1)
+    run.federation.checkpoint()
+    run.goes("dune")
+    again = run.restarted()
+    run.seen.notes.clear()
+    begin = run.transport.now
+    run.transport.at(begin + seconds, lambda: run.comes("dune"))
+    again.run()
+    assert again.folder.rounds()["participants"].tolist() == [4, participants]
+    assert run.transport.now == begin + min(seconds, 25)
+    assert run.seen.notes[0] == "waiting up to 25 s for dune to reconnect"
 
 
 # Pausing -------------------------------------------------------------------------------------------------------------
@@ -250,11 +282,7 @@ def test_a_run_that_waits_can_be_stopped_and_resumed(tmp_path: Path, finished: i
         run.federation.run()
     run.seen.stop_requested = False
     run.comes("dune")
-    folder = RunFolder(tmp_path / "run")
-    again = run.started(folder)
-    saved, _ = folder.restore()
-    assert saved is not None
-    again.restore(saved)
+    again = run.restarted()
     again.run()
     assert list(again.folder.rounds()["round"]) == [1, 2, 3]
     assert list(again.folder.rounds().replies) == [4, 4, 4]
@@ -387,3 +415,37 @@ def test_minimum_members_must_make_sense() -> None:
     assert agreement(people).quorum == 4 and agreement(people, minimum_members=2).quorum == 2
     terms = agreement(people, minimum_members=2, terms={"training": {"lr": 0.1}})
     assert Agreement.from_dict(terms.to_dict()) == terms
+
+
+@pytest.mark.parametrize("evaluate", ["after-training", "after-download"])
+def test_one_that_reconnects_while_it_trains_is_scored_in_the_same_round(tmp_path: Path, evaluate: str) -> None:
+    """It crashed, was quickly back and repeated its answer: the round is that of a run in which nothing happened."""
+    columns = ["round", "accuracy_mean", "loss_mean", "replies"]
+    calm, shaken = (Run(tmp_path / name, evaluate=evaluate) for name in ("calm", "shaken"))
+    usual = shaken.sites["birch"].answer
+
+    def crashing(kind: Kind, packet: Packet) -> Packet:
+        if kind == "train" and packet.facts["round"] == 2:
+            shaken.transport.connections["birch"] += 1
+        return usual(kind, packet)
+
+    shaken.transport.sites["birch"] = crashing
+    calm.federation.run()
+    shaken.federation.run()
+    assert shaken.federation.folder.rounds()[columns].equals(calm.federation.folder.rounds()[columns])
+    assert shaken.asked("join", "birch") == 2
+
+
+def test_one_that_comes_while_others_train_joins_before_the_next_round(tmp_path: Path) -> None:
+    run = Run(tmp_path, "amber", "birch", "cedar", minimum_members=3)
+    usual = run.sites["amber"].answer
+
+    def slow(kind: Kind, packet: Packet) -> Packet:
+        if kind == "train" and packet.facts["round"] == 2:
+            run.comes(NAMES[3])
+        return usual(kind, packet)
+
+    run.transport.sites["amber"] = slow
+    run.federation.run()
+    assert run.column("participants") == [3, 3, 4, 4]
+    assert f"{NAMES[3]} joins before round 3" in run.seen.notes

@@ -127,8 +127,13 @@ def test_only_what_is_agreed_on_goes_over_the_wire(tmp_path: Path, method: str) 
         else:
             assert known.keys() == {"evaluation"}
         if "evaluation" in known:  # which share is predicted correctly, not how many, nor of which class
-            assert known["evaluation"].keys() == {"test", "validation"}
-            values = [x for part in known["evaluation"].values() for x in part.values()]
+            shares = dict(known["evaluation"])
+            further = shares.pop("further")
+            assert shares.keys() == further.keys() == {"test", "validation"}
+            values = [x for part in shares.values() for x in part.values()]
+            measured = [own for part in further.values() for own in part.values()]
+            assert all(own.keys() == {"balanced_accuracy", "macro_f1"} for own in measured)  # of four classes
+            values += [x for own in measured for x in own.values()]
             assert all(0 <= x <= 1 and isinstance(x, float) for x in values)
         if is_answer and message:
             sent = Message.from_bytes(message)
@@ -250,7 +255,7 @@ def test_a_lost_site_comes_back_with_its_state(tmp_path: Path) -> None:
     """One site is started anew before every question; it answers as one that runs on."""
     answers: dict[str, list[Any]] = {"steady": [], "lost": []}
     for name, said in answers.items():
-        _, people = setting("standalone")
+        _, people = setting("standalone", rounds=4)
         terms = agreement(people)
         site = Site("amber", terms, people.slice([0]), tmp_path / name)
         for round in (1, 2, 4):
@@ -264,7 +269,7 @@ def test_a_lost_site_comes_back_with_its_state(tmp_path: Path) -> None:
 
 def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> None:
     """After rounds 1, 2, 3: asked for 3 or 2 again the site repeats its answer, for 1 it refuses in a sentence."""
-    _, people = setting("standalone")
+    _, people = setting("standalone", rounds=4)
     site = new_sites(people, tmp_path, agreement(people))["amber"]
     said = {round: ask(site, "train", round=round).facts for round in (1, 2, 3)}
     assert ask(site, "train", round=3).facts == said[3]
@@ -309,6 +314,17 @@ def test_an_error_in_a_sites_own_code_stays_there(tmp_path: Path, monkeypatch: p
     answer = ask(site, "train", round=1)
     assert answer.facts == {"failure": "site 'amber' failed; its own notes say why"}
     assert site.notes == ["secret of /home/amber"]
+
+
+def test_a_site_says_to_its_owner_that_it_starts_from_its_initial_weights(tmp_path: Path) -> None:
+    """In the first round that is as it should be; later it joined late, or its folder was deleted."""
+    _, people = setting("standalone")
+    amber, birch = (new_sites(people, tmp_path, agreement(people))[name] for name in ("amber", "birch"))
+    for round in (1, 2):
+        assert not ask(amber, "train", round=round).failed
+    assert amber.notes == []
+    assert not ask(birch, "train", round=7).failed
+    assert birch.notes == ["there is no earlier state here, so round 7 starts from the initial weights"]
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
@@ -366,6 +382,14 @@ def test_facts_that_make_no_sense_are_a_failed_reply(tmp_path: Path, facts: Mapp
         {"test": {"classifier": 0.5, "other": 1}, "validation": {"classifier": 0.5, "other": 1}},
         {"test": {}, "validation": {}},
         {"test": {"classifier": 0.5}, "validation": {"classifier": 0.5}, "samples": 7},
+        *({"test": {"classifier": 0.5}, "validation": {"classifier": 0.5}, "further": further} for further in (
+            3, {"test": {"classifier": {}}}, {"test": {"classifier": {}}, "validation": {}},
+            {"test": {"other": {}}, "validation": {"other": {}}},
+            {"test": {"classifier": {"samples": 0.5}}, "validation": {"classifier": {}}},
+            {"test": {"classifier": {"macro_f1": 1.5}}, "validation": {"classifier": {}}},
+            {"test": {"classifier": {"macro_f1": "1"}}, "validation": {"classifier": {}}},
+            {"test": {"classifier": {}}, "validation": {"classifier": {}}, "train": {"classifier": {}}},
+        )),
     ],
 )  # fmt: skip
 def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:
@@ -377,11 +401,16 @@ def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:
 def test_scores_that_make_sense_arrive() -> None:
     """The same question as above, and a site without validation samples."""
     _, people = setting("standalone")
-    shares = {"test": {"classifier": 0.25}, "validation": {"classifier": None}}
+    shares: dict[str, Any] = {"test": {"classifier": 0.25}, "validation": {"classifier": None}}
     transport = InMemoryTransport({"amber": lambda kind, packet: Packet({"evaluation": shares})})
     score = RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1)[0]
     assert score.accuracy() == 0.25 and math.isnan(score.validation_accuracy())
     assert score.counts("test", "classifier") is None
+    assert math.isnan(score.measure("balanced_accuracy"))  # a site that tells no more than accuracy
+    further = {"test": {"classifier": {"macro_f1": 0.75, "auc": None}}, "validation": {"classifier": {}}}
+    shares["further"] = further
+    score = RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1)[0]
+    assert score.measure("macro_f1") == 0.75 and math.isnan(score.measure("auc"))
 
 
 @pytest.mark.parametrize("method", polyfed.METHODS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyfed.data import Augmentation
 from polyfed.message import State
-from polyfed.methods.base import Batch, Phase
+from polyfed.methods.base import Batch, Part, Phase, edges
 from polyfed.population import Population
 
 AUGMENTATION = Augmentation()
@@ -65,11 +65,16 @@ def batches(population: Population, client: int, phase: Phase, round: int) -> It
 
 def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:
     """The training samples a phase sees: all, or a part of them that is the same in every round."""
+    return part_samples(population, client, phase.part)
+
+
+def part_samples(population: Population, client: int, part: Part) -> Tensor:
+    """A part of the client's training samples, the same in every round."""
     samples = population.data[client].train
-    if phase.part == (0.0, 1.0):
+    if part == (0.0, 1.0):
         return samples
     shuffled = samples[torch.randperm(len(samples), generator=population.generator("parts", 0, client))]
-    start, stop = phase.edges(len(samples))
+    start, stop = edges(part, len(samples))
     return shuffled[start:stop]
 
 

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyfed.methods.base import Batch, Method, Phase
+from polyfed.methods.base import Batch, Method, Phase, Probe
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.shapes import kind_of
 
 _SAMPLES = 2  # batch norm needs two
+_PROBED = ((1, 1), (2, 1), (1, 2))
+"""Study and quiz samples of three probes, whose differences tell what one more of each costs."""
 
 Counting: TypeAlias = Callable[[Callable[[], object]], float]
 """Does some work and returns its operations."""
@@ -30,14 +32,16 @@ Counting: TypeAlias = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class ClientFlops:
-    """Operations per sample of each phase, and of the pass that gathers class statistics."""
+    """Operations per sample of each phase, of the pass for class statistics, and of the probe's study and quiz."""
 
     phases: dict[str, float]
     collect: float
+    probe: tuple[float, float] = (0.0, 0.0)
 
-    def of_round(self, visits: Mapping[str, int], samples: int) -> int:
-        """Operations of one client in one round, from the samples that each phase visited and the client has."""
-        return round(self.collect * samples + sum(self.phases[phase] * seen for phase, seen in visits.items()))
+    def of_round(self, visits: Mapping[str, int], samples: int, probed: tuple[int, int] = (0, 0)) -> int:
+        """Operations of one client in one round, from the samples that were visited, owned and probed."""
+        asked = sum(each * count for each, count in zip(self.probe, probed, strict=True))
+        return round(asked + self.collect * samples + sum(self.phases[phase] * n for phase, n in visits.items()))
 
 
 def measured_flops(build: Callable[[], ClientNetwork], method: Method) -> ClientFlops:
@@ -59,7 +63,8 @@ def measured_flops(build: Callable[[], ClientNetwork], method: Method) -> Client
 
 def count_flops(network: ClientNetwork, method: Method, counting: Counting | None = None) -> ClientFlops:
     """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
-    # That module imports this one for ClientFlops.
+    # These modules import this one for ClientFlops.
+    from polyfed.engines.client.probing import ask
     from polyfed.engines.client.round import set_modes
 
     count = counting or _thorough
@@ -81,14 +86,20 @@ def count_flops(network: ClientNetwork, method: Method, counting: Counting | Non
         with torch.no_grad():
             return method.collect.of(network.eval(), x) if method.collect else None
 
+    def probe(wanted: Probe, *sizes: int) -> None:
+        study, quiz = (Batch(x[:1].expand(n, *x.shape[1:]), y[:1].expand(n)) for n in sizes)
+        with torch.no_grad():
+            ask(wanted, network.eval(), study, quiz)
+
     with _unfused(network, device):
         phases = {phase.name: count(partial(step, phase)) / _SAMPLES for phase in method.phases()}
         collected = count(gather) / _SAMPLES
+        probed = [count(partial(probe, method.probe, *sizes)) for sizes in _PROBED] if method.probe else [0.0] * 3
     if method.collect and method.collect.covariance:
         vectors = gather()
         assert vectors is not None
         collected += 2 * vectors.shape[1] ** 2  # a sample's product with itself
-    return ClientFlops(phases, collected)
+    return ClientFlops(phases, collected, (probed[1] - probed[0], probed[2] - probed[0]))
 
 
 @contextmanager

@@ -20,14 +20,16 @@ from polyfed.confusion import Cells, count_each
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
+from polyfed.engines.client.probing import probe, probe_sizes
 from polyfed.engines.client.sgd import sgd
 from polyfed.engines.client.workbench import state_of
 from polyfed.errors import ClientError, DivergedError, InputError, PolyfedError, clients_named, first_line, user_place
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation import Evaluation, Part
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Batch, Method, Phase, Reply, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
+from polyfed.metrics import auc, margins
 from polyfed.models import set_generator
 from polyfed.population import Population
 
@@ -44,16 +46,32 @@ def silent(words: str) -> None:
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
     """Write a download into the client's state, in place; the state keeps no reference to the message."""
-    moved = on_device(message, population.device)
-    changed = population.method.receive(state, moved, population.knowledge(client, round))
-    fresh = population.method.kept_fresh
+    for name, tensor in changes(population, client, state, message, round).items():
+        state[name].copy_(tensor)
+
+
+def changes(population: Population, client: int, state: State, message: Message, round: int) -> State:
+    """The entries of a client's state that a download changes, all of which it has and may change.
+
+    A sentence names no shape of the client's own: a site sends it to a server that may be hostile.
+    """
+    method = population.method
+    changed = method.receive(state, on_device(message, population.device), population.knowledge(client, round))
+    fresh, allowed = method.kept_fresh, method.receivable
     for name, tensor in changed.items():
         if fresh and name.split(".")[0] not in fresh:
             raise InputError(
-                f"{population.method.name} names {', '.join(fresh)} in kept_fresh, but its receive changes {name} too: "
+                f"{method.name} names {', '.join(fresh)} in kept_fresh, but its receive changes {name} too: "
                 "leave kept_fresh empty, or receive nothing else."
             )
-        state[name].copy_(tensor)
+        what = f"a download of {method.name} changes '{name[:100]}'"
+        if allowed is not None and not any(f"{name}.".startswith(f"{module}.") for module in allowed):
+            raise InputError(f"{what}, but may change only {', '.join(allowed) or 'nothing'} (receives).")
+        if name not in state:
+            raise InputError(f"{what}, which is not in a client's state.")
+        if tensor.shape != state[name].shape:
+            raise InputError(f"{what}, but has shape {tuple(tensor.shape)}, which is not that of the client's.")
+    return changed
 
 
 def on_device(message: Message, device: torch.device) -> Message:
@@ -68,7 +86,7 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     """Train one client through the method's phases and return its answer; `network` holds the client's state."""
     method, data = population.method, population.data[client]
     set_generator(network, population.device_generator("dropout", round, client))
-    phases = method.phases()
+    phases = method.phases_in(round)
     results = []
     for phase in phases:
         with population.global_draws(phase.name, round, client):
@@ -85,12 +103,13 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
             state=state_of(network),
             statistics=collect(population, data, network, notes.append),
             tracked=next((result.tracked for result in results if result.tracked), None),
+            probed=probe(population, client, network, round),
         )
         check_statistics([answer], [client], round)
         message = upload(population, client, answer)
     losses = [r.loss for phase, r in zip(phases, results, strict=True) if "model" in phase.trains]
     visits = {phase.name: result.visited for phase, result in zip(phases, results, strict=True)}
-    spent = flops.of_round(visits, len(data.train))
+    spent = flops.of_round(visits, len(data.train), probe_sizes(population, client))
     return Reply(client, message, losses[0] if losses else float("nan"), spent, tuple(notes))
 
 
@@ -190,9 +209,11 @@ def is_trained(name: str, tensor: Tensor, phase: Phase) -> bool:
 
 
 def check_statistics(answers: Sequence[Trained], clients: Sequence[int], round: int) -> None:
-    """Raise if clients' statistics are not finite, which happens if weights are finite but huge."""
+    """Raise if what clients gathered is not finite, which happens if weights are finite but huge."""
     found = [[own for own in (answer.statistics, answer.tracked) if own is not None] for answer in answers]
     tensors = [[t for own in each for t in (own.means, own.covariances) if t is not None] for each in found]
+    for own, answer in zip(tensors, answers, strict=True):
+        own += [tensor for tensor in (answer.probed or {}).values() if tensor.is_floating_point()]
     devices = {tensor.device for own in tensors for tensor in own}
     if all(bool(largest(t for own in tensors for t in own if t.device == device).isfinite()) for device in devices):
         return
@@ -288,25 +309,37 @@ def evaluate(
     data = population.data[client]
     net.eval()
     with torch.no_grad():
-        count = partial(counted_predictions, population, net, say=say)
+        count = partial(predictions, population, net, say=say)
         test, validation = count(data.test), count(data.validation)
-        rules = test or validation or count(data.train[:1])
+        rules = test.cells or validation.cells or count(data.train[:1]).cells
     none: dict[str, Cells] = dict.fromkeys(rules, ())
-    return Evaluation.of(test or none, validation or none)
+    aucs: dict[Part, dict[str, float | None]] = {"test": test.aucs, "validation": validation.aucs}
+    return Evaluation.of(test.cells or none, validation.cells or none, aucs if population.task.classes == 2 else None)
 
 
-def counted_predictions(
-    population: Population, net: ClientNetwork, samples: Tensor, say: Callable[[str], None]
-) -> dict[str, Cells]:
+@dataclass(frozen=True)
+class Predictions:
+    """By rule, what samples are predicted as, and with two classes the AUC."""
+
+    cells: dict[str, Cells] = field(default_factory=dict)
+    aucs: dict[str, float | None] = field(default_factory=dict)
+
+
+def predictions(population: Population, net: ClientNetwork, samples: Tensor, say: Callable[[str], None]) -> Predictions:
     """What each rule predicts these samples as, counted by class; empty if there are no samples."""
-
-    def predict(x: Tensor) -> dict[str, Tensor]:
-        return {rule: scores.argmax(1) for rule, scores in population.method.predict(net, x).items()}
-
     if not len(samples):
-        return {}
+        return Predictions()
+    two = population.task.classes == 2
+
+    def predict(x: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
+        found = population.method.predict(net, x)
+        return {rule: (scores.argmax(1), margins(scores) if two else None) for rule, scores in found.items()}
+
     found = in_batches(population, samples, predict, say)
     rules = list(found[0][0])
-    columns = [[y for _, y in found], *([own[rule] for own, _ in found] for rule in rules)]
+    columns = [[y for _, y in found], *([own[rule][0] for own, _ in found] for rule in rules)]
     tables = torch.stack([torch.cat(column) for column in columns]).cpu().numpy()
-    return {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(rules, tables[1:], strict=True)}
+    cells = {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(rules, tables[1:], strict=True)}
+    preferred = {rule: [m for own, _ in found if (m := own[rule][1]) is not None] for rule in rules if two}
+    aucs = {rule: auc(tables[0], torch.cat(own).double().cpu().numpy()) for rule, own in preferred.items()}
+    return Predictions(cells, aucs)

@@ -1,6 +1,6 @@
 """Many clients at once: those of one architecture train as one batched network. README.md shows the path of a batch."""
 
-from polyfed.engines.stacked.passes import collect, evaluate, own_rules, remarks
+from polyfed.engines.stacked.passes import collect, evaluate, own_rules, probe, remarks
 from polyfed.engines.stacked.step import PhaseStep, Stack, copy_states, normed_phases, unstackable
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "evaluate",
     "normed_phases",
     "own_rules",
+    "probe",
     "remarks",
     "unstackable",
 ]

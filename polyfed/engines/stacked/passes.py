@@ -9,13 +9,15 @@ from torch import Tensor
 
 from polyfed.confusion import Cells, count_each
 from polyfed.data import Dataset
+from polyfed.engines.client.probing import ask, probe_samples
 from polyfed.engines.client.round import silent, smaller_batches
-from polyfed.engines.stacked.step import Applied, for_each
-from polyfed.evaluation import Evaluation
+from polyfed.engines.stacked.step import StackedApplied, for_each
+from polyfed.evaluation import PARTS, Evaluation, Part
 from polyfed.message import State
 from polyfed.methods.base import Batch
-from polyfed.methods.parts.network import ClientNetwork
+from polyfed.methods.parts.network import Applied, ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, group_covariances, means_from_sums
+from polyfed.metrics import auc, margins
 from polyfed.population import Population
 
 EVALUATION_SAMPLES, EVALUATION_VALUES = 8192, 8192 * 3 * 32 * 32
@@ -43,7 +45,7 @@ def in_chunks(
 
     Samples that do not fit into memory at once are processed in halves, with a remark.
     """
-    applied = Applied(network, function)
+    applied = StackedApplied(network, function)
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
     width = max(1, samples // max(1, len(rows)))
     results, start = [], 0
@@ -95,6 +97,27 @@ def collect(
     return [ClassStatistics(*own) for own in zip(labels, numbers, means, covariances, strict=True)]
 
 
+def probe(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State, round: int
+) -> list[State | None]:
+    """What the method's probe finds for each client; None for those with too few samples."""
+    wanted = population.method.probe
+    samples = [probe_samples(population, client, round) for client in clients]
+    if wanted is None or not any(len(study) for study, _ in samples):
+        return [None] * len(clients)
+    # Not with our own kernels, which have no rule for forward mode.
+    applied = Applied(network, lambda net, *parts: ask(wanted, net, Batch(*parts[:3]), Batch(*parts[3:])))
+    given = []
+    for rows in (padded_rows(own, population.device) for own in zip(*samples, strict=True)):
+        x, y = population.dataset.batch(rows.clamp(min=0).flatten(), population.device)
+        given += [x.unflatten(0, rows.shape), y.view_as(rows), rows >= 0]
+    found = for_each(lambda own, *parts: applied.on(own)(*parts), state, *given)
+    return [
+        {name: tensor[i] for name, tensor in found.items()} if len(study) else None
+        for i, (study, _) in enumerate(samples)
+    ]
+
+
 def evaluate(
     population: Population,
     clients: Sequence[int],
@@ -104,23 +127,31 @@ def evaluate(
 ) -> dict[int, Evaluation]:
     """Count what is predicted as what, of all clients' test and validation samples."""
     counts: list[dict[str, list[Cells]]] = []
-    for part in ("test", "validation"):
+    aucs: dict[Part, dict[str, list[float | None]]] = {}
+    for part in PARTS:
         rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
         predicted: dict[str, list[Tensor]] = {}
+        preferred: dict[str, list[Tensor]] = {}
         for _, scores in in_chunks(population.dataset, network, state, rows, population.method.predict, say):
             assert isinstance(scores, dict)
             for rule, values in scores.items():
                 predicted.setdefault(rule, []).append(values.argmax(-1))
+                if population.task.classes == 2:
+                    preferred.setdefault(rule, []).append(margins(values))
         true = torch.where(rows >= 0, population.dataset.labels[rows.clamp(min=0)], -1)
         # One transfer from a GPU, and one sort of all clients' samples.
         tables = torch.stack([true, *(torch.cat(parts, 1) for parts in predicted.values())]).cpu().numpy()
         counts.append({rule: count_each(tables[0], own) for rule, own in zip(predicted, tables[1:], strict=True)})
+        each = {rule: torch.cat(own, 1).double().cpu().numpy() for rule, own in preferred.items()}
+        aucs[part] = {rule: [auc(*pair) for pair in zip(tables[0], own, strict=True)] for rule, own in each.items()}
     rules = list(counts[0] or counts[1]) or own_rules(population, clients[:1], network, state)
     none: list[Cells] = [()] * len(clients)
-    return {
-        client: Evaluation.of(*({rule: part.get(rule, none)[i] for rule in rules} for part in counts))
-        for i, client in enumerate(clients)
-    }
+    found = {}
+    for i, client in enumerate(clients):
+        own = {part: {rule: values[i] for rule, values in known.items()} for part, known in aucs.items()}
+        test, validation = ({rule: part.get(rule, none)[i] for rule in rules} for part in counts)
+        found[client] = Evaluation.of(test, validation, own if population.task.classes == 2 else None)
+    return found
 
 
 def own_rules(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> list[str]:
@@ -140,7 +171,7 @@ def remarks(
     own = [population.data[client].train for client in clients]
     rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
     x, y = population.dataset.batch(rows.flatten(), population.device)
-    applied = Applied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
+    applied = StackedApplied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
     given = x.unflatten(0, rows.shape), y.view_as(rows)
     found = for_each(lambda own, a, b: applied.on(own)(a, b), state, *given)
     assert isinstance(found, dict)

@@ -42,6 +42,11 @@ class CohortRound:
             counts.append(torch.stack([visits(population, client, phase) for client in self.clients]) - missed)
         return counts
 
+    def seen(self, visited: Sequence[Tensor]) -> list[dict[str, int]]:
+        """How many samples each client visits in each phase."""
+        totals = {phase.name: counts.sum(1).tolist() for phase, counts in zip(self.phases, visited, strict=True)}
+        return [{name: counts[i] for name, counts in totals.items()} for i in range(len(self.clients))]
+
     def tracked(self, visited: Sequence[Tensor]) -> list[ClassStatistics | None]:
         """Each client's class means of the vectors that the first tracking phase kept."""
         tracked: list[ClassStatistics | None] = [None] * len(self.clients)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polyfed.compute import precision
@@ -25,31 +25,21 @@ from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.message import State
 from polyfed.methods.base import Batch, Phase
-from polyfed.methods.parts.network import ClientNetwork
+from polyfed.methods.parts.network import Applied, ClientNetwork
 from polyfed.models import SeededDropout
 from polyfed.population import Population
 
 
-class Applied(nn.Module):
-    """A function of a client network as a module, so that the network's state can be replaced for one call."""
-
-    def __init__(self, network: ClientNetwork, function: Callable[..., object]) -> None:
-        super().__init__()
-        self.network = network
-        self._function = function
+class StackedApplied(Applied):
+    """The same with our own kernels."""
 
     def forward(self, *arguments: object) -> object:
         before = list(self.network.buffers())
         with StackedLayers():
-            result = self._function(self.network, *arguments)
+            result = super().forward(*arguments)
         if any(old is not new for old, new in zip(before, self.network.buffers(), strict=True)):
             raise RuntimeError("it replaces a buffer, which is lost after the call; change it in place (`copy_`)")
         return result
-
-    def on(self, state: State) -> Callable[..., Any]:
-        """The function with the network in this state."""
-        named = {f"network.{name}": tensor for name, tensor in state.items()}
-        return lambda *arguments: functional_call(self, named, arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +90,7 @@ class PhaseStep:
         self._training = training
         self.bf16 = training.bf16
         self._groups = groups
-        self._loss = Applied(network, self._masked_loss)
+        self._loss = StackedApplied(network, self._masked_loss)
         self._gradient = grad(self._client_loss, has_aux=True)
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
         self.total = torch.zeros(size, device=population.device)

@@ -28,6 +28,11 @@ class Averaged(Method):
         """What the clients receive in round one; uploads have the same names and shapes."""
         raise TypeError(f"{type(self).__name__} must say what its clients receive first.")
 
+    @property
+    def receivable(self) -> tuple[str, ...] | None:
+        own = super().receivable
+        return (self.module,) if own is None and type(self).receive is Method.receive else own
+
     def start(self, server: Server) -> None:
         server.state.update(self.first_state())
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from polyfed.errors import InputError
 from polyfed.models import SplitNetwork
@@ -46,6 +47,23 @@ class ClientNetwork(nn.Module):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+class Applied(nn.Module):
+    """A function of a client network as a module, so that the network's state can be replaced for one call."""
+
+    def __init__(self, network: ClientNetwork, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.network = network
+        self._function = function
+
+    def forward(self, *arguments: object) -> object:
+        return self._function(self.network, *arguments)
+
+    def on(self, state: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """The function with these tensors in the network, in place of those of the same names."""
+        named = {f"network.{name}": tensor for name, tensor in state.items()}
+        return lambda *arguments: functional_call(self, named, arguments)
 
 
 @dataclass(frozen=True)

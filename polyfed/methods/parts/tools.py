@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from polyfed.errors import BadMessage
 from polyfed.message import Counts, Floats, Labels, Message, Schema, State
 from polyfed.models.frozen import rest_of
 
@@ -170,6 +171,8 @@ def known_vectors(server_state: Mapping[str, Tensor], name: str) -> Message:
 
 def store_vectors(state: Mapping[str, Tensor], name: str, vectors: Tensor, labels: Tensor) -> State:
     """The entries of a `ClassVectors` module's state after it received vectors for some classes."""
+    if len(vectors) != len(labels):
+        raise BadMessage(f"there are {len(vectors)} vectors for {len(labels)} classes.")
     kept, known = state[f"{name}.vectors"].clone(), state[f"{name}.known"].clone()
     kept[labels] = vectors.to(kept)
     known[labels] = True

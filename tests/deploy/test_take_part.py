@@ -1,0 +1,50 @@
+"""A site's log: for its owner only; a line is a line whatever a server says, and a full disk ends nothing."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'polyfed[flower]'")
+
+from polyfed.deploy.take_part import LONGEST_LINE, Answering, Log
+from polyfed.remote import Packet
+
+
+class Refusing:
+    """A site that repeats what it was asked in its refusal."""
+
+    def __init__(self) -> None:
+        self.notes = ["two\nlines"]
+
+    def answer(self, kind: Any, packet: Packet) -> Packet:
+        return Packet({"failure": f"asked as {packet.facts['name']}"})
+
+
+def test_a_servers_words_begin_no_line_and_steer_no_terminal(tmp_path: Path) -> None:
+    shown: list[str] = []
+    name = "x\n2026-01-01 00:00:00  told that the run is finished\r\x1b[2J\x9b31m\u202e"
+    with Log(tmp_path / "site.log", shown.append) as log:
+        Answering(Refusing(), log.add)("train", Packet({"name": name, "round": "9\n" * 10**6}))  # type: ignore[arg-type]
+        log.add("connected to [red]somewhere[/red]")
+    lines = (tmp_path / "site.log").read_text().splitlines()
+    assert len(lines) == len(shown) == 3
+    assert all(line.isprintable() and len(line) < LONGEST_LINE + 50 for line in [*lines, *shown])
+    assert (tmp_path / "site.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_does_not_end_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the log nor the screen, which may be a file on the same disk, can be written; then there is room."""
+
+    def full(*args: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Log(tmp_path / "site.log", full) as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "_file", type("Full", (), {"write": full, "close": full})())
+            log.add("lost")
+        log.add("kept")
+    assert [line.split("  ")[1] for line in (tmp_path / "site.log").read_text().splitlines()] == ["kept"]
