@@ -345,7 +345,7 @@ def test_python_m_polyfed_is_polyfed(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("polyfed meth", "methods"), ("polyfed run fedpr", "fedproto"), ("polyfed methods pf", "pfedes")],
+    [("polyfed meth", "methods"), ("polyfed run fedpr", "fedproto"), ("polyfed methods pfede", "pfedes")],
 )
 def test_the_shell_can_complete_commands_and_methods(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, words: str, found: str
