@@ -46,7 +46,7 @@ def free_gpu_memory() -> None:
     """Give back the GPU's memory that is only kept for reuse.
 
     cuBLAS keeps a workspace for every stream that it has worked on (32 MB on an H200), and PyTorch has 32 of these
-    streams to give away in turn, so engines that come one after another would leave a gigabyte behind. A captured graph
+    streams to give away in turn, so engines that come one after another could leave a gigabyte behind. A captured graph
     uses the workspaces of its stream, so they stay as long as there is a graph.
     """
     gc.collect()
