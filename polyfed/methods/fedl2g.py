@@ -61,6 +61,7 @@ class FedL2G(Method):
         "samples with others of the client: little about a single sample, unless it is alone in its class."
     )
     requires: tuple[Common, ...] = ("features",)
+    receives = ("guides",)
     depends_on_rounds = True
     grid = {"guides": ("features", "logits"), "server_lr": (0.01, 0.1, 1.0, 10.0, 100.0)}
 

@@ -52,6 +52,7 @@ class PFedAFM(SharedNetwork):
         "head is sent, which would show the labels most directly. The number of training samples is sent too."
     )
     requires = ("features",)
+    receives = ("shared", "received", "mixing")
     weighted = True
     grid = {"weight_lr": (1e-2, 1e-1, 1.0)}
 

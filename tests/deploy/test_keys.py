@@ -353,6 +353,7 @@ def test_a_private_key_with_a_passphrase_is_refused(tmp_path: Path, monkeypatch:
         (in_form(ed25519.Ed25519PrivateKey.generate(), "OpenSSH"), "holds an Ed25519 key, but"),
         (in_form(rsa.generate_private_key(65537, 1024)), "holds an RSA key, but"),
     ],
+    ids=lambda value: "a key" if "BEGIN" in str(value) or len(value) > 120 else str(value),
 )
 def test_what_is_no_private_key_for_us_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -391,6 +392,7 @@ def test_a_public_key_is_read_with_and_without_a_comment(tmp_path: Path) -> None
         (in_form(ec.generate_private_key(ec.SECP384R1())).decode(), "a private key stands where a public key belongs"),
         (keys.public_line(ec.generate_private_key(ec.SECP256R1())), "of the kind ecdsa-sha2-nistp256"),
     ],
+    ids=lambda value: "a key" if "BEGIN" in str(value) or len(value) > 120 else str(value),
 )
 def test_what_is_no_public_key_for_us_is_refused(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
