@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 
 from polyfed import confusion
@@ -36,6 +35,9 @@ from polyfed.resuming import changed_settings, check_trusted, differences, given
 from polyfed.server.federation import Federation, Watcher
 from polyfed.server.scores import percent
 from polyfed.trackers.fed import run_tracked
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass

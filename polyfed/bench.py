@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from polyfed.assemble import assemble, find_device
+from polyfed.compute import free_gpu_memory
 from polyfed.config import Experiment, experiment
 from polyfed.data import ClientData, Dataset
 from polyfed.engines import Engine, new_engine
@@ -170,15 +170,28 @@ def measure(
 ) -> Measurement:
     """Time rounds of a case, and of the plain loop with the same participants right after, on an idle device."""
     device = find_device(device_name)
-    gc.collect()  # what is left of the case before
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        free_gpu_memory()  # what is left of the case before
         torch.cuda.reset_peak_memory_stats()
     if warm_up is None:
         warm_up = SHAPES_SEEN if case.participants and device.type == "cuda" else WARM_UP
+    result, participants = _measured(case, engine, device, repeats, warm_up, say)
+    if case.plain:
+        if device.type == "cuda":
+            free_gpu_memory()  # the plain loop has the GPU to itself
+        say("the plain loop")
+        result.plain_seconds = median(plain_times(case, device_name, participants))
+        result.ratio = result.plain_seconds / result.seconds
+    return result
+
+
+def _measured(
+    case: Case, engine: str, device: torch.device, repeats: int, warm_up: int, say: Callable[[str], None]
+) -> tuple[Measurement, list[list[int]]]:
+    """What an engine needs, and who took part in the rounds that count; all that it has built is gone afterwards."""
     numbers = range(1, warm_up + repeats + 1)
     say("making clients")
-    with federation(case, engine, device_name) as (run, runner):
+    with federation(case, engine, str(device)) as (run, runner):
         times = []
         for number in numbers:
             say(f"round {number} of {len(numbers)}")
@@ -194,11 +207,7 @@ def measure(
         case.name, case.method, runner.name, seconds, steps / seconds, 1 - training / sum(times),
         sum(first) - warm_up * seconds, peak_memory(device), times=times,
     )  # fmt: skip
-    if case.plain:
-        say("the plain loop")
-        result.plain_seconds = median(plain_times(case, device_name, participants))
-        result.ratio = result.plain_seconds / result.seconds
-    return result
+    return result, participants
 
 
 def plain_times(case: Case, device_name: str, participants: Sequence[Sequence[int]]) -> list[float]:

@@ -10,8 +10,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
+
+MESSAGE_SHARE = 8
+"""One of so many parts of a GPU's memory may be filled by the clients' messages of a round."""
+_GRAPHS: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+"""Captured graphs that may still be replayed."""
 
 
 @contextmanager
@@ -34,6 +40,25 @@ def return_memory() -> None:
     """Give freed memory back to the system, where the C library (glibc) would keep it for reuse."""
     with suppress(AttributeError, OSError, TypeError):  # other C libraries
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_gpu_memory() -> None:
+    """Give back the GPU's memory that is only kept for reuse.
+
+    cuBLAS keeps a workspace for every stream that it has worked on (32 MB on an H200), and PyTorch has 32 of these
+    streams to give away in turn, so engines that come one after another could leave a gigabyte behind. A captured graph
+    uses the workspaces of its stream, so they stay as long as there is a graph.
+    """
+    gc.collect()
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None and not _GRAPHS:
+        clear()
+    torch.cuda.empty_cache()
+
+
+def message_budget(device: torch.device) -> int | None:
+    """Bytes of a device's own memory that the messages of a round may fill; None: no limit but the machine's."""
+    return torch.cuda.mem_get_info(device)[1] // MESSAGE_SHARE if device.type == "cuda" else None
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -62,6 +87,7 @@ def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[obj
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Inside, work on the GPU is recorded in the graph instead of being done."""
+    _GRAPHS.add(graph)
     collects = gc.isenabled()
     gc.disable()  # it could find an old graph to destroy, which a capture does not survive
     try:

@@ -8,10 +8,12 @@ counts against the true class.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import pandas as pd
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Cells: TypeAlias = tuple[tuple[int, int, int], ...]
 """True class, predicted class and how many samples, in rising order; pairs that do not occur are left out."""

@@ -165,7 +165,7 @@ def test_ctrl_c_in_other_commands_is_one_line(shell: Shell, monkeypatch: pytest.
 
 def test_ctrl_c_while_polyfed_is_imported_is_one_line(tmp_path: Path) -> None:
     """A module that polyfed imports sends the signal."""
-    (tmp_path / "pandas.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
     paths = os.pathsep.join([str(tmp_path), str(Path(polyfed.__file__).parent.parent)])
     ended = subprocess.run(
         [sys.executable, "-m", "polyfed", "methods"],
@@ -345,7 +345,7 @@ def test_python_m_polyfed_is_polyfed(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("polyfed meth", "methods"), ("polyfed run fedpr", "fedproto"), ("polyfed methods pf", "pfedes")],
+    [("polyfed meth", "methods"), ("polyfed run fedpr", "fedproto"), ("polyfed methods pfede", "pfedes")],
 )
 def test_the_shell_can_complete_commands_and_methods(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, words: str, found: str

@@ -54,7 +54,7 @@ SETTINGS: dict[str, Any] = {
 
 
 processes = multiprocessing.get_context("forkserver")  # imports torch, which takes seconds, once for all
-processes.set_forkserver_preload(["polyfed.cli", "sklearn.datasets"])
+processes.set_forkserver_preload(["polyfed.cli.runs"])
 
 
 def start(folder: Path, *arguments: str, die_at: str = "") -> BaseProcess:

@@ -9,22 +9,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed import __version__
-from polyfed.cli import compare, export, lists, report, reproduce, runs, server, show, site, tune
 from polyfed.cli.base import app, error_console, out_console
+from polyfed.cli.lazy import add_commands
 from polyfed.errors import PolyfedError
 
 __all__ = ["app", "main"]
 
-# `polyfed --help` lists them in this order.
-_COMMANDS = (
-    runs.run, runs.resume, show.show, show.list_runs, compare.compare, tune.tune, report.report, reproduce.reproduce,
-    export.export, export.predict,
-    lists.methods, lists.models, lists.datasets, lists.config, lists.init, lists.bench,
-)  # fmt: skip
-for _command in _COMMANDS:
-    app.command(_command.__name__.removesuffix("_runs"))(_command)  # a function called list would hide Python's own
-app.add_typer(server.app, name="server")
-app.add_typer(site.app, name="site")
+add_commands(app)
 
 
 def _print_version(wanted: bool) -> None:

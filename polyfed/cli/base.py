@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from polyfed.methods import METHODS
-from polyfed.report.progress import BarProgress, LineProgress, QuietProgress, plain_console
-from polyfed.server.federation import Interrupted
+from polyfed.cli.lazy import Commands
+from polyfed.report.console import plain_console
+
+if TYPE_CHECKING:
+    from polyfed.report.progress import QuietProgress
+    from polyfed.server.watcher import Interrupted
 
 app = typer.Typer(
+    cls=Commands,
     help="Model-heterogeneous personalised federated learning.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -30,11 +34,16 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's
 
 def complete_method(incomplete: str) -> list[str]:
     """The names of methods that begin like this, for the shell."""
+    from polyfed.methods import METHODS
+
     return [name for name in METHODS if name.startswith(incomplete)]
 
 
 def watch(quiet: bool, work: Callable[[QuietProgress], T], stopped: Callable[[QuietProgress], str]) -> T:
     """Do the work with progress on the screen; Ctrl-C lets it stop in order, or at once with what `stopped` says."""
+    from polyfed.report.progress import BarProgress, LineProgress, QuietProgress
+    from polyfed.server.watcher import Interrupted
+
     kind = QuietProgress if quiet else BarProgress if out_console.is_terminal else LineProgress
     watcher = kind(out_console)
     try:

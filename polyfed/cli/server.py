@@ -14,9 +14,7 @@ from polyfed.errors import InputError
 from polyfed.report import tables
 from polyfed.starter import write_new
 
-app = typer.Typer(
-    help="Coordinate a real federation: its terms, its keys, its server.", no_args_is_help=True, rich_markup_mode=None
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
 def init(

@@ -16,9 +16,7 @@ from polyfed.deploy.member import read_member
 from polyfed.deploy.templates import site_text
 from polyfed.starter import write_new
 
-app = typer.Typer(
-    help="Take part in a real federation, with your own data and network.", no_args_is_help=True, rich_markup_mode=None
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 SiteFile = Annotated[Path, typer.Argument(metavar="[FILE]", help="the site's file")]
 
 

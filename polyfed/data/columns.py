@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from polyfed.data.own import no_columns
 from polyfed.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from typing_extensions import TypeIs
 
 LABELS = ("label", "labels", "target", "class", "y", "fine_label")
 IMAGES = ("image", "img", "images", "pixel_values", "picture", "x", "input", "inputs", "signal", "features", "data")
@@ -56,6 +60,18 @@ class Columns:
             return None
         plain = all(np.ndim(value) == 0 and _is_plain(value) for value in data[0].values())
         return data.to_pandas() if plain else None
+
+
+def is_frame(value: object) -> TypeIs[pd.DataFrame]:
+    """Whether this is a frame of pandas. Where that was never imported nothing is, and it takes long to import."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.DataFrame)
+
+
+def is_series(value: object) -> bool:
+    """Whether this is a column of pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.Series)
 
 
 def is_columnar(data: Any) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
-from polyfed.data.columns import Columns, class_names_of, is_columnar
+from polyfed.data.columns import Columns, class_names_of, is_columnar, is_frame, is_series
 from polyfed.data.dataset import Dataset
 from polyfed.data.own import guess_address, no_columns
 from polyfed.data.samples import Samples, join_samples
@@ -20,6 +19,9 @@ from polyfed.data.sources import load_dataset
 from polyfed.data.tables import Table, from_frame
 from polyfed.data.torch_datasets import no_dataset, read_samples
 from polyfed.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CLIENT = "client (polyfed)"
 """The column that is added to frames of several clients."""
@@ -51,7 +53,7 @@ def as_data(data: Any, settings: Mapping[str, Any]) -> str | Dataset:
 
 
 def _dataset(read: Samples | pd.DataFrame, columns: Columns) -> Dataset:
-    if isinstance(read, pd.DataFrame):
+    if is_frame(read):
         return from_frame(read, columns.label, name="frame", client=columns.client)
     return read.dataset("arrays")
 
@@ -63,7 +65,7 @@ def _read(data: Any, columns: Columns) -> Samples | pd.DataFrame:
         return _from_dataset(load_dataset(name, label=columns.label))
     if isinstance(data, Dataset):
         return _from_dataset(data)
-    if isinstance(data, pd.DataFrame):
+    if is_frame(data):
         return data
     if isinstance(data, tuple) and len(data) in (2, 3, 4) and all(_is_array(each) for each in data):
         columns.refuse("arrays")
@@ -77,15 +79,15 @@ def _read(data: Any, columns: Columns) -> Samples | pd.DataFrame:
         return _with_test(*(_read(data[part], columns) for part in ("train", "test") if part in data))
     if is_columnar(data) and (frame := columns.as_frame(data)) is not None:
         return frame
-    unfit = (Mapping, np.ndarray, Tensor, pd.Series, torch.utils.data.DataLoader)
-    if not hasattr(data, "__len__") or isinstance(data, unfit):
+    unfit = (Mapping, np.ndarray, Tensor, torch.utils.data.DataLoader)
+    if not hasattr(data, "__len__") or isinstance(data, unfit) or is_series(data):
         raise no_dataset(data)
     x, y, owners = read_samples(data, "dataset", columns)
     return Samples(x, y, class_names=class_names_of(data, columns), client=owners)
 
 
 def _with_test(train: Samples | pd.DataFrame, test: Samples | pd.DataFrame | None = None) -> Samples | pd.DataFrame:
-    if test is None or isinstance(train, pd.DataFrame) or isinstance(test, pd.DataFrame):
+    if test is None or is_frame(train) or is_frame(test):
         if test is None:
             return train
         raise InputError("a table with a test set of its own is given by polyfed.data.from_frame(train, label, test).")
@@ -110,7 +112,8 @@ def _clients(data: Any) -> dict[str, Any] | None:
     if not isinstance(data, list) or not data:
         return None
     first = data[0]
-    several = isinstance(first, Dataset | pd.DataFrame | str | Path | torch.utils.data.Dataset) or is_columnar(first)
+    several = isinstance(first, Dataset | str | Path | torch.utils.data.Dataset)
+    several = several or is_frame(first) or is_columnar(first)
     pairs = isinstance(first, tuple) and len(first) > 1 and all(_is_array(each) and np.ndim(each) for each in first)
     # An image with a one-hot label is a pair of arrays too, but they do not have the same length.
     if several or (pairs and len(first[0]) == len(first[1])):
@@ -132,8 +135,10 @@ def _count_partitions(data: Any) -> int:
 
 def _joined(parts: Mapping[str, Samples | pd.DataFrame], columns: Columns) -> Dataset:
     """One dataset from one part per client."""
-    frames = {name: part for name, part in parts.items() if isinstance(part, pd.DataFrame)}
+    frames = {name: part for name, part in parts.items() if is_frame(part)}
     if len(frames) == len(parts):
+        import pandas as pd
+
         rows = pd.concat([frame.assign(**{CLIENT: name}) for name, frame in frames.items()], ignore_index=True)
         return from_frame(rows, columns.label, name="clients", client=CLIENT)
     if frames:
@@ -142,6 +147,5 @@ def _joined(parts: Mapping[str, Samples | pd.DataFrame], columns: Columns) -> Da
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | Tensor | pd.Series) or (
-        isinstance(value, list) and bool(value) and not isinstance(value[0], Mapping)
-    )
+    listed = isinstance(value, list) and bool(value) and not isinstance(value[0], Mapping)
+    return listed or isinstance(value, np.ndarray | Tensor) or is_series(value)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from polyfed.data.dataset import Dataset
@@ -76,6 +75,8 @@ def pamap2(source: Source, folder: Path, download: bool) -> Dataset:
 
 def _windows(path: Path) -> Iterator[tuple[Floats, int]]:
     """Windows without overlap of the activities that count; gaps in a signal are filled on a straight line."""
+    import pandas as pd
+
     table = _numbers(path)
     if table.shape[1] != PAMAP2_COLUMNS:
         raise InputError(f"{path} has {table.shape[1]} columns, not {PAMAP2_COLUMNS}: fetch it again.")
@@ -113,6 +114,8 @@ def motion(source: Source, folder: Path, download: bool) -> Dataset:
 
 def _numbers(path: Path, *, text: bool = False) -> NDArray[Any]:
     """The columns of a file, separated by blanks."""
+    import pandas as pd
+
     try:
         return pd.read_csv(path, sep=r"\s+", header=None, dtype=str if text else np.float64).to_numpy()
     except (OSError, ValueError) as error:

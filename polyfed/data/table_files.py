@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import one_line
 from polyfed.data.own import Address
 from polyfed.data.tables import Constants, from_frame, read_constants
 from polyfed.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MISSING = ["?"]
 """Besides what pandas reads as missing (an empty field, NA, nan, …): how many public tables write it."""
@@ -40,6 +42,8 @@ def read_table(address: Address, constants: Constants | None = None) -> Dataset:
 
 def read_frame(path: Path) -> pd.DataFrame:
     """The rows of a CSV or Parquet file."""
+    import pandas as pd
+
     if not path.is_file():
         raise InputError(f"there is no file {path}: give the path of a CSV or Parquet file.")
     try:

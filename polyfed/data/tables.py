@@ -11,10 +11,9 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
@@ -25,6 +24,9 @@ from polyfed.data.labels import MANY, no_regression
 from polyfed.data.natural import with_clients
 from polyfed.errors import InputError
 from polyfed.settings import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MOST_LEVELS = 100
 """A column of texts with more different values than this is a name or a number of a case, not a category."""
@@ -121,6 +123,7 @@ def from_frame(
     both. `client` is a column that says whose a row is, for the partition `natural`. `drop` names columns to leave out.
     Rows of `test` are kept for testing.
 
+    >>> import pandas as pd
     >>> frame = pd.DataFrame({"age": [1.0, 3.0], "sex": ["f", "m"], "ill": ["no", "yes"]})
     >>> dataset = from_frame(frame, label="ill")
     >>> dataset.images.tolist(), dataset.class_names
@@ -197,6 +200,8 @@ def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:
 
 def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
     """The levels as texts; a missing one is empty."""
+    import pandas as pd  # here and below, because only tables need it
+
     return np.array(["" if pd.isna(value) else str(value) for value in column], dtype=object)
 
 
@@ -221,6 +226,8 @@ def _check_columns(
 
 
 def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:
+    import pandas as pd
+
     test = test.rename(columns=str)
     if set(test.columns) != set(frame.columns):
         odd = sorted(set(test.columns) ^ set(frame.columns))
@@ -230,17 +237,19 @@ def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:
 
 def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> Constants:
     """Which columns are numbers and which are categories, still without values that depend on samples."""
+    from pandas.api import types
+
     numbers, categories = [], []
     for column in frame.columns:
         values = frame[column]
         if values.isna().all():
             raise InputError(f"column '{column}' of '{name}' is empty: leave it out (drop={column}).")
-        if pd.api.types.is_bool_dtype(values) or pd.api.types.is_numeric_dtype(values):
+        if types.is_bool_dtype(values) or types.is_numeric_dtype(values):
             if not np.isfinite(as_numbers(values).dropna()).all():
                 raise InputError(f"column '{column}' of '{name}' has infinite values: replace them.")
             numbers.append(Number(column=column, fill=0, mean=0, std=1))
             continue
-        if pd.api.types.is_datetime64_any_dtype(values) or pd.api.types.is_timedelta64_dtype(values):
+        if types.is_datetime64_any_dtype(values) or types.is_timedelta64_dtype(values):
             raise InputError(f"column '{column}' of '{name}' has dates: make numbers of them, or drop={column}.")
         levels = sorted({*as_texts(values)} - {""})
         if len(levels) > MOST_LEVELS:
@@ -268,6 +277,8 @@ def _fit_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[Number, .
 
 
 def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> None:
+    from pandas.api.types import is_numeric_dtype
+
     if constants.label != label:
         raise InputError(f"label is '{label}', but the agreed constants are for '{constants.label}'.")
     missing = [column for column in constants.columns if column not in frame.columns]
@@ -279,5 +290,5 @@ def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes
             f"'{name}' has the class '{unknown[0]}', but the agreed constants only know {', '.join(constants.classes)}."
         )
     for each in constants.numbers:
-        if not pd.api.types.is_numeric_dtype(frame[each.column]):
+        if not is_numeric_dtype(frame[each.column]):
             raise InputError(f"column '{each.column}' of '{name}' must hold numbers, as the agreed constants say.")

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from polyfed.data.dataset import Dataset
 from polyfed.data.files import one_line
 from polyfed.data.source import missing
 from polyfed.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PADDING, UNKNOWN = "<padding>", "<unknown>"
 """The first two tokens of a vocabulary of words."""
@@ -58,6 +61,8 @@ class Texts:
 
 def ag_news(folder: Path, length: int = 64, words: int = 20_000) -> Texts:
     """News in four topics, from train.csv and test.csv: the topic's number from 1, a title, a description."""
+    import pandas as pd
+
     place = folder / "ag-news"
     train, test = (_read_news(place / f"{part}.csv") for part in ("train", "test"))
     both = pd.concat([train, test])
@@ -96,6 +101,8 @@ def _words(text: str) -> list[str]:
 
 
 def _read_news(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
     if not path.is_file():
         raise missing("ag-news", str(path), "put train.csv and test.csv of AG News there")
     try:

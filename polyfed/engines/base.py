@@ -7,17 +7,17 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from polyfed.compute import physical_memory
+from polyfed.compute import message_budget, physical_memory
 from polyfed.config import RaySettings
 from polyfed.engines.client import round as local
-from polyfed.engines.client.flops import ClientFlops, count_flops
+from polyfed.engines.client.flops import ClientFlops, measured_flops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench, hollow, state_of
 from polyfed.evaluation import Evaluation, Score
@@ -152,6 +152,8 @@ class LocalEngine(Engine):
         self._flops: dict[str, ClientFlops] = {}
         self._building = threading.Lock()
         self.device = population.device
+        self._message_budget = message_budget(population.device)
+        self._heavy_round, self._heavy_bytes = 0, 0
         budget = default_memory_budget(population.device) if memory_budget is None else memory_budget
         self.store = ClientStore(self._first_state, budget, str(population.device), self.notes.append)
 
@@ -206,6 +208,7 @@ class LocalEngine(Engine):
         network = bench.network(client, self.population.architectures[client].name, state)
         with local.explained(self.population, [client], f"round {round}"):
             reply = local.train(self.population, client, network, round, self._client_flops(client))
+        reply = replace(reply, message=self._within_budget(reply.message, round))
         for name, buffer in network.named_buffers():  # one that the network replaced instead of changing it in place
             if buffer is not state[name]:
                 state[name].copy_(buffer.detach())
@@ -222,7 +225,30 @@ class LocalEngine(Engine):
         network = bench.network(client, self.population.architectures[client].name, state)
         people, when = self.population, f"the evaluation of round {round}"
         with local.explained(people, [client], when), people.global_draws("evaluation", round, client):
-            return local.evaluate(people, client, network)
+            return local.evaluate(people, client, network, self._note)
+
+    def _note(self, words: str) -> None:
+        """A remark on how the engine works, once in a round."""
+        if words not in self.notes:
+            self.notes.append(words)
+
+    def _within_budget(self, message: Message, round: int) -> Message:
+        """An upload, with its heavy tensors on the CPU where a round's would fill too much of the GPU's memory.
+
+        As many stay there as fit into the budget, because the server works on them there.
+        """
+        names = [name for name in self.population.method.heavy if name in message.tensors]
+        if not names or self._message_budget is None:
+            return message
+        if round != self._heavy_round:
+            self._heavy_round, self._heavy_bytes = round, 0
+        size = sum(message.tensors[name].nbytes for name in names)
+        if self._heavy_bytes + size <= self._message_budget:
+            self._heavy_bytes += size
+            return message
+        self._note("the messages of a round would fill too much of the GPU's memory; some wait in the machine's own")
+        moved = {name: message.tensors[name].cpu() for name in names}
+        return replace(message, tensors={**message.tensors, **moved})
 
     def first_state(self, client: int) -> State:
         """A copy of the client's initial weights."""
@@ -258,12 +284,8 @@ class LocalEngine(Engine):
                 self._first.pop(name, None)
 
     def _measure(self, client: int) -> ClientFlops:
-        """Count with tensors without content, which costs nothing; with real ones if the network looks at its data."""
         with watched():  # a network may draw from a global generator, which must not change for the caller
-            try:
-                return count_flops(self.population.new_network(client).to("meta"), self.population.method)
-            except (RuntimeError, NotImplementedError):
-                return count_flops(self.population.new_network(client), self.population.method)
+            return measured_flops(partial(self.population.new_network, client), self.population.method)
 
     def _client_flops(self, client: int) -> ClientFlops:
         name = self.population.architectures[client].name

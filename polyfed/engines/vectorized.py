@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from polyfed.compute import free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -226,7 +227,7 @@ class VectorizedEngine(LocalEngine):
         with stream.entered(), torch.no_grad():
             network = self._network(clients[0]).eval()
             own = {name: tensor[: len(clients)] for name, tensor in work.stack.state.items()}
-            statistics = stacked.collect(people, clients, network, own)
+            statistics = stacked.collect(people, clients, network, own, self._note)
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
                 remarks = stacked.remarks(people, clients, network, own)
@@ -246,7 +247,8 @@ class VectorizedEngine(LocalEngine):
             losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
             work.check_weights(weights, round)
             local.check_statistics(answers, clients, round)
-            messages = [local.upload(people, *one) for one in zip(clients, answers, strict=True)]
+            uploads = (local.upload(people, *one) for one in zip(clients, answers, strict=True))
+            messages = [self._within_budget(message, round) for message in uploads]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)
@@ -269,7 +271,7 @@ class VectorizedEngine(LocalEngine):
         stack = self._stack(clients, round, downloads, keep=False)
         own = {name: tensor[: len(clients)] for name, tensor in stack.state.items()}
         with torch.no_grad(), local.explained(self.population, clients, f"the evaluation of round {round}"):
-            return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own)
+            return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own, self._note)
 
     # Memory and shapes ------------------------------------------------------------------------------------------------
 
@@ -368,7 +370,7 @@ class VectorizedEngine(LocalEngine):
         self._streams.clear()
         gc.collect()  # a failed capture may have left cycles that hold on to its memory
         if self.population.device.type == "cuda":
-            torch.cuda.empty_cache()
+            free_gpu_memory()
 
     # What can't be stacked --------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from polyfed.compute import message_budget
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Floats, Message, Schema, State
 from polyfed.methods.base import (
@@ -147,7 +148,9 @@ class DCPFL(Method):
         pooled, seen = mean_by_class(means, labels, counts, self.task.classes)
         server.state.update(store_vectors(server.state, "means", pooled, seen))
         if config.calibrate:
-            triangles = torch.cat([message.tensors["covariances"].to(server.device) for message in messages])
+            sent, most = [message.tensors["covariances"] for message in messages], message_budget(server.device)
+            fits = most is None or sum(each.nbytes for each in sent) <= most
+            triangles = torch.cat([each.to(server.device if fits else "cpu") for each in sent])
             features, classes = self._virtual_features(server, Gaussians(labels, counts, means, triangles))
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.

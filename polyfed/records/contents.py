@@ -6,9 +6,8 @@ import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from safetensors.torch import load
 
 from polyfed.config import Experiment, read_experiment
@@ -20,6 +19,9 @@ from polyfed.records.ending import Ending
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
 from polyfed.records.rows import event_of
 from polyfed.records.states import Damaged, read_client
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LOGS = ("rounds.csv", "evaluations.csv", "events.jsonl", "confusion.csv")
 NEW_LOGS = {"confusion.csv"}
@@ -103,6 +105,8 @@ class RunContents:
 
     def confusion(self) -> pd.DataFrame:
         """confusion.csv as a frame; raises for a run that has recorded no such counts."""
+        import pandas as pd
+
         has_file = not self.finished or "confusion.csv" in self._ending().records
         frame = self._frame("confusion.csv") if has_file else pd.DataFrame()
         if frame.empty:
@@ -182,6 +186,8 @@ class RunContents:
         return self._parsed[1]
 
     def _frame(self, name: str) -> pd.DataFrame:
+        import pandas as pd  # here, because a run writes its tables without it
+
         path = self.path / name
         if not path.exists() and self.finished:
             raise InputError(f"'{path}' is missing: restore it, or run it again from its config.yaml.")

@@ -18,15 +18,11 @@ from rich.text import Text
 from polyfed.config import Experiment
 from polyfed.data.reading import listening
 from polyfed.errors import InputError
+from polyfed.report.console import plain_console
 from polyfed.server.federation import Watcher
 
 MOMENT = 0.2
 """Seconds between two drawings of a notebook's bar."""
-
-
-def plain_console(*, stderr: bool = False) -> Console:
-    """A console that prints text unchanged: what a user typed may look like markup or like an emoji's name."""
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 class QuietProgress(Watcher):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from rich.table import Table
 
-from polyfed.bench import Measurement
 from polyfed.config import GROUPS as SETTING_GROUPS
 from polyfed.config import Experiment
 from polyfed.data import SOURCES
@@ -20,7 +19,10 @@ from polyfed.normal_form import PRESET_TITLES, PRESETS, SHORTCUTS
 from polyfed.ranges import describe_range, typed
 from polyfed.report.summary import quantity, summary_rows
 from polyfed.server.scores import percent
-from polyfed.tuning.records import Trial, Tuned
+
+if TYPE_CHECKING:
+    from polyfed.bench import Measurement
+    from polyfed.tuning.records import Trial, Tuned
 
 _NEEDS = {"features": "same number of features", "head": "same head", "network": "same network"}
 

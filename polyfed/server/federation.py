@@ -152,6 +152,7 @@ class Federation:
             row, trained, training_seconds = self._train_and_fuse(number, participants)
         if self._evaluates(number):
             row |= self._evaluate(number, trained)
+            self._note_remarks([])  # what the engine says about the evaluation, which may be the run's last
             self.folder.add_round(row)
         self.folder.add_event("round", **row, training_seconds=training_seconds)
         self.watcher.on_round(number, row if "accuracy_mean" in row else None)
@@ -181,7 +182,7 @@ class Federation:
         """
         others = sorted(set(self.engine.available()) - set(participants))
         downloads = {client: self.download(client) for client in others}
-        self._keep_scores(number, self.engine.evaluate(others, number, downloads) if others else {})
+        self._keep_scores(number, self._scores(others, number, downloads) if others else {})
 
     def _train_and_fuse(self, number: int, participants: list[int]) -> tuple[dict[str, Any], set[int], float]:
         """The round without its evaluation: its record, who trained, and for how many seconds.
@@ -278,14 +279,27 @@ class Federation:
         """Score all clients that can be asked; one that has not changed, or is away, keeps its last score."""
         there = sorted(self.engine.available())
         if self.config.evaluate == "after-download":
-            fresh = self.engine.evaluate(there, number + 1, {client: self.download(client) for client in there})
+            fresh = self._scores(there, number + 1, {client: self.download(client) for client in there})
         else:
             unknown = set(there) - set(self.progress.latest)
-            fresh = self.engine.evaluate((self.progress.stale & set(there)) | unknown, number)
+            fresh = self._scores((self.progress.stale & set(there)) | unknown, number)
         self._keep_scores(number, fresh)
         # After a download clients are no longer as they were after training.
         known = set(trained) - self.progress.stale if self.config.evaluate == "after-training" else set()
         return self._record_evaluation(number, dict(sorted(self.progress.latest.items())), known)
+
+    def _scores(
+        self, clients: Collection[int], number: int, downloads: Mapping[int, Message] | None = None
+    ) -> Mapping[int, Score]:
+        try:
+            return self.engine.evaluate(clients, number, downloads)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            raise RunError(
+                f"the evaluation of round {number} does not fit into memory, not even sample by sample: use smaller "
+                "networks, keep fewer clients' states in memory (--set memory_budget=4), or use the CPU (--device cpu)."
+            ) from error
 
     def _keep_scores(self, number: int, fresh: Mapping[int, Score]) -> None:
         if self.config.confusion == "none":

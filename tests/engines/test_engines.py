@@ -148,8 +148,8 @@ def test_replies_come_in_the_order_of_client_numbers() -> None:
 def test_operations_are_counted_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's counter hooks into the modules of every thread, so no client may train beside it."""
     threads: list[threading.Thread] = []
-    count = base.count_flops
-    monkeypatch.setattr(base, "count_flops", lambda *a: (threads.append(threading.current_thread()), count(*a))[1])
+    count = base.measured_flops
+    monkeypatch.setattr(base, "measured_flops", lambda *a: (threads.append(threading.current_thread()), count(*a))[1])
     engine = ThreadsEngine(support.population("standalone"), workers=2)
     engine.train(1, {client: Message() for client in range(4)})
     assert threads == [threading.current_thread()] * 2  # once per architecture

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyfed.methods.base import Batch, Method, Phase, Probe
 from polyfed.methods.parts.network import ClientNetwork
@@ -24,6 +25,9 @@ from polyfed.shapes import kind_of
 _SAMPLES = 2  # batch norm needs two
 _PROBED = ((1, 1), (2, 1), (1, 2))
 """Study and quiz samples of three probes, whose differences tell what one more of each costs."""
+
+Counting: TypeAlias = Callable[[Callable[[], object]], float]
+"""Does some work and returns its operations."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,30 @@ class ClientFlops:
         return round(asked + self.collect * samples + sum(self.phases[phase] * n for phase, n in visits.items()))
 
 
-def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
+def measured_flops(build: Callable[[], ClientNetwork], method: Method) -> ClientFlops:
+    """Count one architecture's operations per sample, with fresh networks.
+
+    Most are counted with two samples on the CPU. Where kernels hide products there, tensors without content show them,
+    but these need `torch.compile`, which takes two seconds to import. A network that looks at its data needs real
+    tensors again, without the fused kernels.
+    """
+    attempts: tuple[tuple[Callable[[], ClientNetwork], Counting], ...] = (
+        (lambda: build().cpu(), _quick),
+        (lambda: build().to("meta"), _thorough),
+    )
+    for attempt, counting in attempts:
+        with suppress(RuntimeError):  # NotImplementedError is one
+            return count_flops(attempt(), method, counting)
+    return count_flops(build(), method)
+
+
+def count_flops(network: ClientNetwork, method: Method, counting: Counting | None = None) -> ClientFlops:
     """Count one architecture's operations per sample; the network's state is spent by this, so pass a fresh one."""
     # These modules import this one for ClientFlops.
     from polyfed.engines.client.probing import ask
     from polyfed.engines.client.round import set_modes
 
+    count = counting or _thorough
     device = next(network.parameters()).device
     shape = method.task.input_shape
     x = torch.zeros(_SAMPLES, *shape, device=device, dtype=kind_of(shape))
@@ -70,15 +92,14 @@ def count_flops(network: ClientNetwork, method: Method) -> ClientFlops:
             ask(wanted, network.eval(), study, quiz)
 
     with _unfused(network, device):
-        phases = {phase.name: _count(partial(step, phase)) for phase in method.phases()}
-        collected = _count(gather)
-        probed = [_count(partial(probe, method.probe, *sizes)) for sizes in _PROBED] if method.probe else [0.0] * 3
+        phases = {phase.name: count(partial(step, phase)) / _SAMPLES for phase in method.phases()}
+        collected = count(gather) / _SAMPLES
+        probed = [count(partial(probe, method.probe, *sizes)) for sizes in _PROBED] if method.probe else [0.0] * 3
     if method.collect and method.collect.covariance:
         vectors = gather()
         assert vectors is not None
         collected += 2 * vectors.shape[1] ** 2  # a sample's product with itself
-    per_sample = [_SAMPLES * (more - probed[0]) for more in probed[1:]]
-    return ClientFlops(phases, collected, (per_sample[0], per_sample[1]))
+    return ClientFlops(phases, collected, (probed[1] - probed[0], probed[2] - probed[0]))
 
 
 @contextmanager
@@ -102,7 +123,47 @@ def _unfused(network: ClientNetwork, device: torch.device) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(attends)
 
 
-def _count(work: Callable[[], object]) -> float:
+def _thorough(work: Callable[[], object]) -> float:
+    from torch.utils.flop_counter import FlopCounterMode
+
     with FlopCounterMode(display=False) as counter:
         work()
-    return float(counter.get_total_flops()) / _SAMPLES
+    return float(counter.get_total_flops())
+
+
+def _quick(work: Callable[[], object]) -> float:
+    counter = _Sum()
+    with counter:
+        work()
+    return counter.total
+
+
+class _Sum(TorchDispatchMode):
+    """Adds up torch's formulas, as its own counter does, but without importing `torch.compile`.
+
+    Raises where the numbers would differ: operators of higher order, and kernels for attention and recurrent layers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so there is nothing to skip; torch would import the compiler to skip it."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils.flop_counter import flop_registry
+
+        given: dict[str, Any] = kwargs or {}
+        if any(kind in str(func) for kind in ("attention", "rnn", "lstm", "gru")):
+            raise NotImplementedError(f"{func} is fused")
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            with self:  # it may consist of operators that have one
+                made = func.decompose(*args, **given)
+            return func(*args, **given) if made is NotImplemented else made
+        made = func(*args, **given)
+        self.total += formula(*args, **given, out_val=made)
+        return made

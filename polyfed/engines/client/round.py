@@ -6,9 +6,11 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +26,22 @@ from polyfed.engines.client.workbench import state_of
 from polyfed.errors import ClientError, DivergedError, InputError, PolyfedError, clients_named, first_line, user_place
 from polyfed.evaluation import Evaluation, Part
 from polyfed.message import Message, State, largest
-from polyfed.methods.base import Batch, Phase, Reply, Trained
+from polyfed.methods.base import Batch, Method, Phase, Reply, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, class_covariances, class_means, means_from_sums
 from polyfed.metrics import auc, margins
 from polyfed.models import set_generator
 from polyfed.population import Population
 
+Result = TypeVar("Result")
+
 EVALUATION_BATCH = 64
 LARGEST_LOSS = 1e9
 """A mean loss beyond this has diverged, although it is still a number."""
+
+
+def silent(words: str) -> None:
+    """Tell nobody."""
 
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
@@ -86,13 +94,14 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     notes = [note for result in results for note in result.notes]
     network.eval()
     with torch.no_grad(), population.global_draws("answer", round, client):
-        some = population.dataset.batch(data.train[:EVALUATION_BATCH], population.device)
-        notes += [remark for remark, true in method.inspect(network, Batch(*some)).items() if bool(true)]
+        if type(method).inspect is not Method.inspect:
+            some = population.dataset.batch(data.train[:EVALUATION_BATCH], population.device)
+            notes += [remark for remark, true in method.inspect(network, Batch(*some)).items() if bool(true)]
         answer = Trained(
             population.counts[client],
             round,
             state=state_of(network),
-            statistics=collect(population, data, network),
+            statistics=collect(population, data, network, notes.append),
             tracked=next((result.tracked for result in results if result.tracked), None),
             probed=probe(population, client, network, round),
         )
@@ -252,27 +261,57 @@ def left_out(phase: Phase) -> str:
     return f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"
 
 
-def collect(population: Population, data: ClientData, net: ClientNetwork) -> ClassStatistics | None:
+def collect(
+    population: Population, data: ClientData, net: ClientNetwork, say: Callable[[str], None] = silent
+) -> ClassStatistics | None:
     """The method's class statistics over all training samples, as they are (not augmented)."""
     wanted = population.method.collect
     if wanted is None:
         return None
-    vectors, labels = [], []
-    for chunk in data.train.split(EVALUATION_BATCH):
-        x, y = population.dataset.batch(chunk, population.device)
-        vectors.append(wanted.of(net, x))
-        labels.append(y)
+    found = in_batches(population, data.train, partial(wanted.of, net), say)
+    vectors, labels = (torch.cat(part) for part in zip(*found, strict=True))
     gather = class_covariances if wanted.covariance else class_means
-    return gather(torch.cat(vectors), torch.cat(labels), population.task.classes)
+    return gather(vectors, labels, population.task.classes)
 
 
-def evaluate(population: Population, client: int, net: ClientNetwork) -> Evaluation:
+def in_batches(
+    population: Population, samples: Tensor, work: Callable[[Tensor], Result], say: Callable[[str], None]
+) -> list[tuple[Result, Tensor]]:
+    """What a function of images gives for these samples, batch by batch, each with its labels.
+
+    Where memory runs out it continues with batches of half the size, and says so.
+    """
+    size, start = EVALUATION_BATCH, 0
+    results: list[tuple[Result, Tensor]] = []
+    while start < len(samples) or not results:
+        try:
+            x, y = population.dataset.batch(samples[start : start + size], population.device)
+            results.append((work(x), y))
+            start += size
+            continue
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error) or size == 1:
+                raise
+        size //= 2  # out here, the error no longer holds on to the memory of what failed
+        say(smaller_batches(size))
+    return results
+
+
+def smaller_batches(size: int) -> str:
+    """The remark on a pass over samples that ran out of memory and could continue."""
+    return f"passes without training ran out of memory; they continue with {size} samples at once"
+
+
+def evaluate(
+    population: Population, client: int, net: ClientNetwork, say: Callable[[str], None] = silent
+) -> Evaluation:
     """Count what is predicted as what, of the client's test and validation samples."""
     data = population.data[client]
     net.eval()
     with torch.no_grad():
-        test, validation = (predictions(population, net, part) for part in (data.test, data.validation))
-        rules = test.cells or validation.cells or predictions(population, net, data.train[:1]).cells
+        count = partial(predictions, population, net, say=say)
+        test, validation = count(data.test), count(data.validation)
+        rules = test.cells or validation.cells or count(data.train[:1]).cells
     none: dict[str, Cells] = dict.fromkeys(rules, ())
     aucs: dict[Part, dict[str, float | None]] = {"test": test.aucs, "validation": validation.aucs}
     return Evaluation.of(test.cells or none, validation.cells or none, aucs if population.task.classes == 2 else None)
@@ -286,21 +325,21 @@ class Predictions:
     aucs: dict[str, float | None] = field(default_factory=dict)
 
 
-def predictions(population: Population, net: ClientNetwork, samples: Tensor) -> Predictions:
+def predictions(population: Population, net: ClientNetwork, samples: Tensor, say: Callable[[str], None]) -> Predictions:
     """What each rule predicts these samples as, counted by class; empty if there are no samples."""
-    true: list[Tensor] = []
-    predicted: dict[str, list[Tensor]] = {}
-    preferred: dict[str, list[Tensor]] = {}
-    for chunk in samples.split(EVALUATION_BATCH) if len(samples) else ():
-        x, y = population.dataset.batch(chunk, population.device)
-        true.append(y)
-        for rule, scores in population.method.predict(net, x).items():
-            predicted.setdefault(rule, []).append(scores.argmax(1))
-            if population.task.classes == 2:
-                preferred.setdefault(rule, []).append(margins(scores))
-    if not true:
+    if not len(samples):
         return Predictions()
-    tables = torch.stack([torch.cat(part) for part in (true, *predicted.values())]).cpu().numpy()
-    cells = {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(predicted, tables[1:], strict=True)}
+    two = population.task.classes == 2
+
+    def predict(x: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
+        found = population.method.predict(net, x)
+        return {rule: (scores.argmax(1), margins(scores) if two else None) for rule, scores in found.items()}
+
+    found = in_batches(population, samples, predict, say)
+    rules = list(found[0][0])
+    columns = [[y for _, y in found], *([own[rule][0] for own, _ in found] for rule in rules)]
+    tables = torch.stack([torch.cat(column) for column in columns]).cpu().numpy()
+    cells = {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(rules, tables[1:], strict=True)}
+    preferred = {rule: [m for own, _ in found if (m := own[rule][1]) is not None] for rule in rules if two}
     aucs = {rule: auc(tables[0], torch.cat(own).double().cpu().numpy()) for rule, own in preferred.items()}
     return Predictions(cells, aucs)

@@ -10,6 +10,7 @@ from torch import Tensor
 from polyfed.confusion import Cells, count_each
 from polyfed.data import Dataset
 from polyfed.engines.client.probing import ask, probe_samples
+from polyfed.engines.client.round import silent, smaller_batches
 from polyfed.engines.stacked.step import StackedApplied, for_each
 from polyfed.evaluation import PARTS, Evaluation, Part
 from polyfed.message import State
@@ -33,11 +34,16 @@ def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def in_chunks(
-    dataset: Dataset, network: ClientNetwork, state: State, rows: Tensor, function: Callable[..., object]
+    dataset: Dataset,
+    network: ClientNetwork,
+    state: State,
+    rows: Tensor,
+    function: Callable[..., object],
+    say: Callable[[str], None] = silent,
 ) -> list[tuple[Tensor, object]]:
     """A function of (network, images) for all clients over all their samples; pairs of rows and results.
 
-    Samples that do not fit into memory at once are processed in halves.
+    Samples that do not fit into memory at once are processed in halves, with a remark.
     """
     applied = StackedApplied(network, function)
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
@@ -49,22 +55,28 @@ def in_chunks(
             x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
             results.append((chunk, for_each(lambda own, a: applied.on(own)(a), state, x.unflatten(0, chunk.shape))))
             start += chunk.shape[1]
+            continue
         except torch.OutOfMemoryError:
             if width == 1:
                 raise
-            width = -(-width // 2)
+        width = -(-width // 2)  # out here, the error no longer holds on to the memory of what failed
+        say(smaller_batches(width * len(rows)))
     return results
 
 
 def collect(
-    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+    population: Population,
+    clients: Sequence[int],
+    network: ClientNetwork,
+    state: State,
+    say: Callable[[str], None] = silent,
 ) -> list[ClassStatistics | None]:
     """The method's class statistics of all clients' training samples."""
     wanted = population.method.collect
     if wanted is None:
         return [None] * len(clients)
     rows = padded_rows([population.data[client].train for client in clients], population.device)
-    parts = in_chunks(population.dataset, network, state, rows, wanted.of)
+    parts = in_chunks(population.dataset, network, state, rows, wanted.of, say)
     vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1).flatten(0, 1)
     classes, groups = population.task.classes, len(clients) * population.task.classes
     owner = torch.arange(len(clients), device=rows.device)[:, None]
@@ -107,7 +119,11 @@ def probe(
 
 
 def evaluate(
-    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
+    population: Population,
+    clients: Sequence[int],
+    network: ClientNetwork,
+    state: State,
+    say: Callable[[str], None] = silent,
 ) -> dict[int, Evaluation]:
     """Count what is predicted as what, of all clients' test and validation samples."""
     counts: list[dict[str, list[Cells]]] = []
@@ -116,7 +132,7 @@ def evaluate(
         rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
         predicted: dict[str, list[Tensor]] = {}
         preferred: dict[str, list[Tensor]] = {}
-        for _, scores in in_chunks(population.dataset, network, state, rows, population.method.predict):
+        for _, scores in in_chunks(population.dataset, network, state, rows, population.method.predict, say):
             assert isinstance(scores, dict)
             for rule, values in scores.items():
                 predicted.setdefault(rule, []).append(values.argmax(-1))

@@ -1,0 +1,129 @@
+"""Memory that runs out or is left behind, simulated on a CPU: what is freed, what continues and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyfed import compute
+from polyfed.data import Dataset
+from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
+from polyfed.engines.base import LocalEngine
+from polyfed.errors import RunError
+from polyfed.server.federation import Federation
+from tests import support
+
+CPU_SAYS = "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+def notes(run: Federation) -> list[str]:
+    return [event["note"] for event in run.folder.events() if event["event"] == "note"]
+
+
+def table(run: Federation) -> Any:
+    run.run()
+    return run.folder.rounds().drop(columns="seconds")
+
+
+def little_memory(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception) -> list[int]:
+    """From now on batches of more samples do not fit while nothing is trained; the sizes that were tried."""
+    batch, tried = Dataset.batch, []
+
+    def limited(self: Dataset, samples: torch.Tensor, *rest: Any) -> Any:
+        if not torch.is_grad_enabled():
+            tried.append(len(samples))
+            if len(samples) > most:
+                raise error
+        return batch(self, samples, *rest)
+
+    monkeypatch.setattr(Dataset, "batch", limited)
+    return tried
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError(CPU_SAYS), MemoryError()])
+@pytest.mark.parametrize("engine", [SequentialEngine, ThreadsEngine])
+def test_passes_continue_with_smaller_batches_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: type[LocalEngine], error: Exception
+) -> None:
+    """64 samples at once are too many, so are 32, 16, 8 and 4; the numbers stay the same."""
+    settings: dict[str, Any] = {"engine": engine, "rounds": 2, "split": "6:0:4"}
+    expected = table(support.federation(tmp_path / "enough", "fedproto", **settings))
+    tried = little_memory(monkeypatch, 3, error)
+    run = support.federation(tmp_path / "little", "fedproto", **settings)
+    actual = table(run)
+    assert actual["accuracy_mean"].tolist() == expected["accuracy_mean"].tolist()
+    assert actual["loss_mean"].tolist() == pytest.approx(expected["loss_mean"].tolist(), rel=1e-5)
+    assert max(tried) > 3 and {2, 3} & set(tried)
+    said = {note for note in notes(run) if "ran out of memory" in note}
+    assert any("passes without training ran out of memory; they continue with 2 samples at once" in n for n in said)
+
+
+def test_stacked_passes_say_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four clients of one architecture with 48 test samples each: 192 at once are too many, 128 are not."""
+    settings: dict[str, Any] = {
+        "engine": VectorizedEngine, "rounds": 1, "split": "6:0:4", "models": (support.Wide,),
+        "dataset": support.tiny_dataset(per_class=120),
+    }  # fmt: skip
+    expected = table(support.federation(tmp_path / "enough", "standalone", **settings))
+    little_memory(monkeypatch, 128, torch.OutOfMemoryError("no room"))
+    run = support.federation(tmp_path / "little", "standalone", **settings)
+    assert table(run)["accuracy_mean"].tolist() == expected["accuracy_mean"].tolist()
+    assert sum("passes without training ran out of memory" in note for note in notes(run)) >= 1
+
+
+def test_an_evaluation_that_never_fits_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = support.federation(tmp_path, "standalone", rounds=1)
+    little_memory(monkeypatch, 0, torch.OutOfMemoryError("no room"))
+    with pytest.raises(RunError, match="^the evaluation of round 1 does not fit into memory, not even sample by") as e:
+        run._evaluate(1, set())
+    assert isinstance(e.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_heavy_messages_have_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: type[LocalEngine]
+) -> None:
+    """Room for two of a round's four covariances; the others are moved away, and no number changes."""
+    expected = table(support.federation(tmp_path / "all", "dc-pfl", engine=engine, rounds=2))
+    run = support.federation(tmp_path / "few", "dc-pfl", engine=engine, rounds=2)
+    local, moved = run.engine, []
+    assert isinstance(local, LocalEngine)
+    first = local.train(1, {client: run.download(client) for client in local.population.clients})
+    sizes = [reply.message.tensors["covariances"].nbytes for reply in first]
+    run = support.federation(tmp_path / "again", "dc-pfl", engine=engine, rounds=2)
+    local = run.engine
+    assert isinstance(local, LocalEngine)
+    local._message_budget = sum(sizes[:2])
+    original = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes == sizes[0]:
+            moved.append(tensor.nbytes)
+        return original(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", counted)
+        actual = table(run)
+    assert len(moved) >= 2 * 2  # two of four, in each of two rounds
+    assert sum("some wait in the machine's own" in note for note in notes(run)) >= 1
+    assert actual.equals(expected)
+
+
+class Graph:
+    """Stands in for a captured graph."""
+
+
+def test_workspaces_are_freed_once_no_graph_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache"))
+    graph = Graph()
+    compute._GRAPHS.add(graph)  # type: ignore[arg-type]
+    compute.free_gpu_memory()
+    assert done == ["cache"]
+    del graph
+    compute.free_gpu_memory()
+    assert done == ["cache", "workspaces", "cache"]
