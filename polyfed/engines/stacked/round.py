@@ -31,11 +31,8 @@ class CohortRound:
 
     def notes(self) -> list[list[str]]:
         """For each client, remarks on its samples that are not visited."""
-        of_clients = zip(*self.left_out, strict=True)
-        return [
-            [local.left_out(phase) for phase, samples in zip(self.phases, own, strict=True) if len(samples)]
-            for own in of_clients
-        ]
+        pairs = list(zip(self.phases, self.left_out, strict=True))
+        return [[local.left_out(phase) for phase, own in pairs if len(own[i])] for i in range(len(self.clients))]
 
     def visited(self, population: Population) -> list[Tensor]:
         """How often samples of each class are visited: [clients, classes]."""
