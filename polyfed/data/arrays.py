@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -15,10 +15,13 @@ from polyfed.data.dataset import Dataset
 from polyfed.data.labels import count_classes, no_regression, numbered
 from polyfed.data.mapped import ROWS, in_pieces, mapped_tensor
 from polyfed.data.natural import with_clients
-from polyfed.errors import InputError
+from polyfed.errors import InputError, unknown_name
 
 Array = NDArray[Any] | Tensor
 """A numpy array or a torch tensor."""
+
+Layout: TypeAlias = Literal["auto", "channels-first", "channels-last", "grey"]
+"""Where images have their channels; auto: pixels are recognised, floats are used as they are."""
 
 PIXELS_FROM = 20.0
 """Float images with a value above it (and none below 0) are not normalised: they are pixels of 0 to 255."""
@@ -37,14 +40,18 @@ def from_arrays(
     padding: int | None = None,
     client: Array | Sequence[Any] | None = None,
     client_test: Array | Sequence[Any] | None = None,
+    layout: Layout = "auto",
 ) -> Dataset:
     """A dataset from numpy arrays or torch tensors.
 
     `uint8` images may be N,H,W or N,H,W,C or N,C,H,W; they are normalised with the mean and standard deviation per
-    channel of `x`. Float arrays of any shape are used as they are. Labels are whole numbers 0 … C − 1, each of which
-    occurs; give `classes` or `class_names` if some do not occur in these samples. Words and one-hot rows are accepted
-    too. Samples of `x_test` are kept for testing, unless the experiment's `test_set` says otherwise. `client` and
-    `client_test` say whose each sample is, by numbers or names, for the partition `natural`.
+    channel of `x`. Float arrays of any shape are used as they are, because they may be signals or rows of a table; for
+    float images in another layout than N,C,H,W say so (`layout="channels-last"`, or `"grey"` for N,H,W).
+
+    Labels are whole numbers 0 … C − 1, each of which occurs; give `classes` or `class_names` if some do not occur in
+    these samples. Words and one-hot rows are accepted too. Samples of `x_test` are kept for testing, unless the
+    experiment's `test_set` says otherwise. `client` and `client_test` say whose each sample is, by numbers or names, for
+    the partition `natural`.
 
     Integers are token ids if `vocabulary` says how many different ones there are; `padding` is the id that fills short
     samples, if there is one, and then lists of different lengths are accepted too.
@@ -60,6 +67,7 @@ def from_arrays(
     tokens = vocabulary is not None
     if tokens and padding is not None:
         x, x_test = _filled(x, x_test, padding)
+    x, x_test = laid_out(x, layout, name), None if x_test is None else laid_out(x_test, layout, name)
     images, labels, official_test = join_arrays(x, y, x_test, y_test, name, tokens=tokens)
     dataset = measured_dataset(images, labels, official_test, name, classes, class_names, vocabulary, padding)
     return with_clients(dataset, client, client_test)
@@ -170,13 +178,31 @@ def layout_hint(dataset: Dataset) -> Iterator[None]:
         if dataset.images.dtype == torch.uint8:
             raise
         if len(shape) == 3 and shape[2] in (1, 3, 4) and min(shape[:2]) > shape[2]:
-            remedy = "look like images with their channels last: give them first, x.transpose(0, 3, 1, 2)"
+            remedy = "look like images with their channels last: say so (layout=channels-last)"
         elif len(shape) == 2 and min(shape) >= 8 and "signal" not in str(error).partition(" needs ")[0]:
-            remedy = "look like images without a channel: give them one, x[:, None]"
+            remedy = "look like images without a channel: say so (layout=grey)"
         else:
             raise
         reason = str(error).removesuffix(".").removesuffix(": enlarge them")
         raise InputError(f"{reason}; float samples of '{dataset.name}' {remedy}.") from error
+
+
+def laid_out(x: Any, layout: str, name: str) -> Any:
+    """Images with their channels first, from the layout that the user names."""
+    if layout == "auto":
+        return x
+    dimensions = {"channels-first": 4, "channels-last": 4, "grey": 3}
+    if layout not in dimensions:
+        raise unknown_name("layout", str(layout), ["auto", *dimensions])
+    images = _tensor(x, "images", name)
+    if images.ndim != dimensions[layout]:
+        raise InputError(
+            f"layout is '{layout}', but the samples of '{name}' have {images.ndim - 1} dimensions instead of "
+            f"{dimensions[layout] - 1}: leave it out, or give images."
+        )
+    if layout == "channels-first":
+        return images
+    return images.unsqueeze(1) if layout == "grey" else images.movedim(-1, 1)
 
 
 def _filled(x: Any, x_test: Any, padding: int) -> tuple[Any, Any]:

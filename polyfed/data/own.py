@@ -23,7 +23,7 @@ class Address:
     options: Mapping[str, str] = field(default_factory=dict)
 
     KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "npz": ("map",),
+        "npz": ("layout", "map"),
         "folder": ("size", "mode"),
         "table": ("label", "client", "drop", "test", "constants"),
         "hf": ("image", "label", "client", "config", "train", "test"),

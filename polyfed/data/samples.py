@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from polyfed.data.arrays import from_arrays, join_arrays
+from polyfed.data.arrays import from_arrays, join_arrays, laid_out
 from polyfed.data.dataset import Dataset
 from polyfed.data.labels import as_array, in_order, is_text, numbered
 from polyfed.errors import InputError
@@ -29,6 +29,11 @@ class Samples:
     vocabulary: int | None = None
     """For token ids: how many different ones there are."""
     padding: int | None = None
+
+    def laid_out(self, layout: str | None, name: str) -> Samples:
+        """The same with images' channels first, from the layout that the user names."""
+        parts = [None if part is None else laid_out(part, layout or "auto", name) for part in (self.x, self.x_test)]
+        return replace(self, x=parts[0], x_test=parts[1])
 
     def dataset(self, name: str) -> Dataset:
         """These samples as a dataset."""

@@ -200,9 +200,9 @@ def _named_archive(source: Source, archive: Path) -> Dataset:
 
 def _own_archive(address: Address) -> Dataset:
     """Arrays in one archive, in a folder of npy files, or in a folder with one archive per client."""
-    map = address.options.get("map")
+    map, layout = address.options.get("map"), address.options.get("layout")
     if not address.file.is_dir() or any(address.file.glob("*.npy")):
-        return Samples(**read_npz(address.file, map)).dataset(address.name)
+        return Samples(**read_npz(address.file, map)).laid_out(layout, address.name).dataset(address.name)
     if map is not None:
         raise InputError(f"'{address.text}' has one archive per client, which are read into memory: leave map out.")
     files = {path.stem.removeprefix("client-"): path for path in address.file.glob("client-*.npz")}
@@ -210,7 +210,10 @@ def _own_archive(address: Address) -> Dataset:
         raise InputError(
             f"{address.file} is a folder without client-*.npz or x.npy: give an archive, or one for each client."
         )
-    parts = {client: Samples(**read_npz(files[client], "no")) for client in in_order(set(files))}
+    parts = {
+        client: Samples(**read_npz(files[client], "no")).laid_out(layout, f"client {client}")
+        for client in in_order(set(files))
+    }
     for client, part in parts.items():
         if part.client is not None:
             raise InputError(f"{files[client]} holds a client array, but its name says whose it is: leave one out.")

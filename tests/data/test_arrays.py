@@ -137,8 +137,8 @@ def test_test_arrays_must_be_complete_and_alike() -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((32, 32, 3), r"channels last: give them first, x.transpose\(0, 3, 1, 2\)"),
-        ((28, 28), r"without a channel: give them one, x\[:, None\]"),
+        ((32, 32, 3), r"channels last: say so \(layout=channels-last\)"),
+        ((28, 28), r"without a channel: say so \(layout=grey\)"),
         ((1, 8, 8), "at least 16x16 pixels, .* enlarge them"),
     ],
 )
