@@ -50,8 +50,8 @@ def from_arrays(
 
     Labels are whole numbers 0 … C − 1, each of which occurs; give `classes` or `class_names` if some do not occur in
     these samples. Words and one-hot rows are accepted too. Samples of `x_test` are kept for testing, unless the
-    experiment's `test_set` says otherwise. `client` and `client_test` say whose each sample is, by numbers or names, for
-    the partition `natural`.
+    experiment's `test_set` says otherwise. `client` and `client_test` say whose each sample is, by numbers or names,
+    for the partition `natural`.
 
     Integers are token ids if `vocabulary` says how many different ones there are; `padding` is the id that fills short
     samples, if there is one, and then lists of different lengths are accepted too.
