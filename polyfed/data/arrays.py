@@ -40,7 +40,7 @@ def from_arrays(
     padding: int | None = None,
     client: Array | Sequence[Any] | None = None,
     client_test: Array | Sequence[Any] | None = None,
-    layout: Layout = "auto",
+    layout: Layout | str = "auto",
 ) -> Dataset:
     """A dataset from numpy arrays or torch tensors.
 

@@ -44,16 +44,16 @@ class Picture:
     client: str | None = None
 
 
-def read_folder(address: Address) -> Dataset:
-    """The pictures in a folder as a dataset; the names of the folders are the classes' names."""
+def read_folder(address: Address, least: int = 2) -> Dataset:
+    """The pictures in a folder as a dataset; the names of the folders are the classes' names, at least so many."""
     folder = address.file
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}: give the path of one that holds CLASS/PICTURE files.")
     pictures = sorted(_listed(folder), key=lambda picture: picture.test)
     names = sorted({picture.label for picture in pictures if not picture.test})
-    if len(names) < 2:
+    if len(names) < least:
         raise InputError(
-            f"{folder} holds pictures of {len(names)} class(es), but a classifier needs 2 or more: put the pictures of "
+            f"{folder} holds pictures of {len(names)} class(es), but a classifier needs {least} or more: put the pictures of "
             f"each class into a folder of their own, {folder}/CLASS/PICTURE."
         )
     unknown = sorted({picture.label for picture in pictures} - set(names))

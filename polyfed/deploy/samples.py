@@ -15,6 +15,7 @@ from torch import Tensor
 from polyfed.addresses import load_object, names_code
 from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, parse_address
 from polyfed.data.files import read_arrays
+from polyfed.data.folders import read_folder
 from polyfed.data.own import Address
 from polyfed.data.table_files import read_table
 from polyfed.data.torch_datasets import no_dataset
@@ -58,7 +59,7 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
     files = {name: _inside(folder, path) for name, path in address.options.items() if name == "test"}
     here = replace(address, path=_inside(folder, address.path), options={**address.options, **files})
     if address.kind == "npz":
-        return _archive(here.file, common.count, here.options.get("map"))
+        return _archive(here.file, common.count, here.options.get("map"), here.options.get("layout", "auto"))
     if address.kind == "table":
         if common.constants is None or "constants" in address.options:
             raise InputError(
@@ -70,10 +71,12 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
         channels, height, width = common.input_shape
         agreed = {"size": f"{height}x{width}", "mode": MODES[channels]}
         here = replace(here, options={**agreed, **here.options})
+    if address.kind == "folder":  # other members may have the other classes
+        return read_folder(here.with_settings(label=label), least=1)
     return load_dataset(here.text, label=label)
 
 
-def _archive(path: Path, classes: int, map: str | None) -> Dataset:
+def _archive(path: Path, classes: int, map: str | None, layout: str) -> Dataset:
     """Arrays in an npz file, in which some of the agreed classes may be missing."""
     arrays: dict[str, Any] = dict(read_arrays(path, "save it with numpy.savez(path, x=…, y=…)", map))
     x, y = (arrays.pop(f"{name}_train", arrays.pop(name, None)) for name in "xy")
@@ -83,7 +86,7 @@ def _archive(path: Path, classes: int, map: str | None) -> Dataset:
     names = arrays.pop("class_names", None)
     if arrays:
         raise InputError(f"{path} also holds an array '{min(arrays)}', which a site does not use: leave it out.")
-    return from_arrays(x, y, x_test, y_test, path.stem, **_classes(y, classes, names))
+    return from_arrays(x, y, x_test, y_test, path.stem, layout=layout, **_classes(y, classes, names))
 
 
 def _classes(y: Any, classes: int, names: Any = None) -> dict[str, Any]:

@@ -42,4 +42,4 @@ def test_an_archive_says_its_layout_in_the_address(tmp_path: Path) -> None:
 )
 def test_a_layout_that_does_not_fit_is_refused(x: np.ndarray, layout: str, words: str) -> None:
     with pytest.raises(polyfed.InputError, match=words):
-        from_arrays(x, LABELS, layout=layout)  # type: ignore[arg-type]
+        from_arrays(x, LABELS, layout=layout)

@@ -237,6 +237,12 @@ def test_a_folder_with_some_of_the_classes_gets_the_agreed_numbers_and_size(tmp_
         _ = one(tmp_path, data="folder:images").dataset
 
 
+def test_a_folder_with_a_single_class_will_do(tmp_path: Path) -> None:
+    """Other members have the others."""
+    pictures(tmp_path / "amber" / "images", "c")
+    assert one(tmp_path, data="folder:images").dataset.labels.tolist() == [2] * 4
+
+
 def test_folders_without_agreed_names_need_numbers_as_names(tmp_path: Path) -> None:
     terms = {"task": {"classes": 4}}
     pictures(tmp_path / "amber" / "images", "3", "1")
