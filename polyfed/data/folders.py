@@ -53,8 +53,8 @@ def read_folder(address: Address, least: int = 2) -> Dataset:
     names = sorted({picture.label for picture in pictures if not picture.test})
     if len(names) < least:
         raise InputError(
-            f"{folder} holds pictures of {len(names)} class(es), but a classifier needs {least} or more: put the pictures of "
-            f"each class into a folder of their own, {folder}/CLASS/PICTURE."
+            f"{folder} holds pictures of {len(names)} class(es), but a classifier needs {least} or more: put the "
+            f"pictures of each class into a folder of their own, {folder}/CLASS/PICTURE."
         )
     unknown = sorted({picture.label for picture in pictures} - set(names))
     if unknown:
