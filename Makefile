@@ -15,8 +15,12 @@ demo: $(READY)
 federation: $(FLOWER)
 	$(VENV)/bin/python examples/federation/demo.py $(or $(ARGS),runs/federation)
 
+# Two halves at once, one per core: about the same time each
+HALF := tests/engines tests/faults tests/federation tests/flower tests/remote
 test: $(TESTED)
-	$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest $(HALF) > $(VENV)/first-half.txt 2>&1 & first=$$!; trap "kill $$first" INT TERM; \
+	$(VENV)/bin/python -m pytest $(HALF:%=--ignore=%); second=$$?; \
+	wait $$first; first=$$?; cat $(VENV)/first-half.txt; [ $$first = 0 ] && [ $$second = 0 ]
 
 # What takes minutes: kills and power cuts at every file operation, ten thousand mutated replies
 test-long: $(TESTED)
