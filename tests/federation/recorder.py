@@ -116,7 +116,8 @@ def _copy(source: ssl.SSLSocket, target: ssl.SSLSocket, kept: bytearray) -> None
             kept += data
             target.sendall(data)
     with suppress(OSError):
-        target.shutdown(socket.SHUT_RDWR)
+        # Not the method of SSLSocket: after that, the other thread would read what is still encrypted.
+        socket.socket.shutdown(target, socket.SHUT_RDWR)
 
 
 def _messages(content: bytes) -> Iterator[Request]:
