@@ -44,6 +44,8 @@ CALLS = frozenset(
     )
 )
 """What a site calls. Of the fleet interface too, nothing that registers a node or hands out an app."""
+IDLE = 75
+"""Seconds after which an idle connection is closed: later than sites close theirs, so that none is used as it ends."""
 POLL = 0.02
 """Seconds between two looks at what has come in."""
 
@@ -148,6 +150,7 @@ class Fleet:
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=2,
+                timeout_keep_alive=IDLE,
                 server_header=False,
             )
         )
