@@ -93,7 +93,7 @@ def user_place(error: BaseException) -> str:
     return f" ({shown}, line {own[-1].lineno})"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An error of another library as part of our sentence."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".: ")
