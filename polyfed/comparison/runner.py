@@ -13,7 +13,7 @@ from polyfed import api
 from polyfed.addresses import PYTHON, names_code, trusting
 from polyfed.comparison.crew import Crew
 from polyfed.comparison.plan import Cell
-from polyfed.comparison.together import Run, finish_together, grouped, named_watchers
+from polyfed.comparison.together import Run, finish_together, grouped, most_together, named_watchers
 from polyfed.config import Experiment, read_yaml
 from polyfed.data import Dataset, load_dataset, parse_address
 from polyfed.errors import FolderError, InputError, PolyfedError, first_line
@@ -66,7 +66,8 @@ def run_cells(
     if len(paths) < len(cells):
         raise InputError("two runs of the comparison have the same name: give their methods other labels.")
     errors, watcher = Errors(), watcher or Watcher()
-    grouped(cells, lambda cell: cell.config, together)  # refuses what can't be, even if no run is left
+    for cell in cells:
+        most_together(cell.config, together)  # refuses what can't be, before anything runs
     left = grouped(_unfinished(cells, paths, errors, tell), lambda cell: cell.config, together)
     if left and jobs == 1:
         _one_by_one(left, paths, errors, tell, watcher, data, models)

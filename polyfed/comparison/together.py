@@ -14,6 +14,7 @@ from polyfed.config import Experiment
 from polyfed.engines.together import Group
 from polyfed.engines.together.fit import RATES
 from polyfed.errors import InputError
+from polyfed.methods import find_method
 from polyfed.server.watcher import Watcher
 
 MOST_RUNS, MOST_CLIENTS = 16, 256
@@ -36,18 +37,11 @@ def grouped(
 
     `together` is how many at most; none: as many as make sense on a GPU, and one on a CPU.
     """
-    if together is not None and together < 1:
-        raise InputError(f"together is {together}, but must be a whole number at least 1.")
-    if together is not None and together > 1 and not any(_stacks(config_of(item)) for item in items):
-        raise InputError(
-            f"together is {together}, but only the vectorized engine trains clients of several runs together: use "
-            "--engine vectorized, or leave --together out."
-        )
     groups: dict[str, list[list[Item]]] = {}
     for number, item in enumerate(items):
         config = config_of(item)
-        most = _most(config) if together is None else together
-        own = groups.setdefault(_kind(config) if _stacks(config) and most > 1 else f"item {number}", [[]])
+        most = most_together(config, together)
+        own = groups.setdefault(_kind(config) if most > 1 else f"item {number}", [[]])
         if own[-1] and len(own[-1]) >= most:
             own.append([])
         own[-1].append(item)
@@ -58,22 +52,30 @@ def _on_gpu(config: Experiment) -> bool:
     return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
-def _stacks(config: Experiment) -> bool:
-    """Whether a run's clients train stacked."""
-    return config.engine == "vectorized" or (config.engine == "auto" and _on_gpu(config))
-
-
-def _most(config: Experiment) -> int:
-    return max(1, min(MOST_RUNS, MOST_CLIENTS // config.participants)) if _on_gpu(config) else 1
+def most_together(config: Experiment, together: int | None = None) -> int:
+    """How many runs with these settings train together: what the user says, or what makes sense."""
+    stacks = config.engine == "vectorized" or (config.engine == "auto" and _on_gpu(config))
+    if together is None:
+        return max(1, min(MOST_RUNS, MOST_CLIENTS // config.participants)) if stacks and _on_gpu(config) else 1
+    if together < 1:
+        raise InputError(f"together is {together}, but must be a whole number at least 1.")
+    if together > 1 and not stacks:
+        raise InputError(
+            f"together is {together}, but only the vectorized engine trains clients of several runs together: use "
+            "--engine vectorized, or leave --together out."
+        )
+    return together
 
 
 def _kind(config: Experiment) -> str:
     """What runs that may train together have in common: all but their seeds and numbers."""
     content = config.model_dump(mode="json", exclude={"seed"})
     content["training"] = {name: value for name, value in content["training"].items() if name not in RATES}
-    content["method"] = {
-        name: "a number" if isinstance(value, float) else value for name, value in content["method"].items()
-    }
+    options = find_method(str(config.method["name"])).Config(**config.options).model_dump()
+    content["method"] = (
+        config.method["name"],
+        {name: "a number" if isinstance(value, float) else value for name, value in options.items()},
+    )
     return repr(content)
 
 

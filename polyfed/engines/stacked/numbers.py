@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -32,13 +33,22 @@ def numbered(method: Method, state: Mapping[str, Tensor]) -> Iterator[None]:
     if not config and not training:
         yield
         return
-    before = method.config, method.training
+    before = dict(vars(method))
+    for name in before:
+        if is_cached(method, name):  # computed with other numbers
+            delattr(method, name)
     method.config = method.config.model_copy(update=config)
     method.training = method.training.model_copy(update=training)
     try:
         yield
     finally:
-        method.config, method.training = before
+        vars(method).clear()
+        vars(method).update(before)
+
+
+def is_cached(method: Method, name: str) -> bool:
+    """Whether an attribute is one that the method computes once, when it is first needed."""
+    return isinstance(getattr(type(method), name, None), cached_property)
 
 
 def on(applied: Applied, method: Method, state: Mapping[str, Tensor]) -> Callable[..., Any]:

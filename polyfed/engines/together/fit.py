@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.engines.stacked.numbers import METHOD, RATE, TRAINING
-from polyfed.methods.base import Phase
+from polyfed.engines.stacked.numbers import METHOD, RATE, TRAINING, is_cached
+from polyfed.methods.base import Method, Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
@@ -65,13 +65,15 @@ def _other_method(first: Population, other: Population) -> str | None:
             return f"its task has another {name}"
     if first.task.auxiliary.name != other.task.auxiliary.name:
         return f"its auxiliary network is {other.task.auxiliary.name}, not {first.task.auxiliary.name}"
-    ours, theirs = ({n: v for n, v in vars(each.method).items() if n not in OWN} for each in (first, other))
+    ours, theirs = (_kept(each.method) for each in (first, other))
     differing = [name for name in ours.keys() | theirs.keys() if not same(ours.get(name), theirs.get(name))]
     return f"its method keeps another {min(differing)}" if differing else None
 
 
-OWN = ("config", "task", "training", "agreed_schema")
-"""What every method has, compared elsewhere or used by the server only."""
+def _kept(method: Method) -> dict[str, Any]:
+    """What a method keeps beside its settings, without what it computes when it needs it."""
+    own = ("config", "task", "training")
+    return {n: v for n, v in vars(method).items() if n not in own and not is_cached(method, n)}
 
 
 def _other_phases(first: Population, other: Population) -> str | None:
@@ -107,11 +109,12 @@ def same(one: Any, two: Any) -> bool:
 
 
 def look(network: ClientNetwork) -> list[tuple[str, str, dict[str, Any]]]:
-    """A network's modules with their plain attributes, which its state does not have."""
-    return [
-        (name, type(module).__name__, {key: v for key, v in vars(module).items() if isinstance(v, PLAIN)})
-        for name, module in network.named_modules()
-    ]
+    """A network's modules with their plain attributes, which its state does not have; phases set their modes."""
+
+    def plain(module: nn.Module) -> dict[str, Any]:
+        return {name: v for name, v in vars(module).items() if isinstance(v, PLAIN) and name != "training"}
+
+    return [(name, type(module).__name__, plain(module)) for name, module in network.named_modules()]
 
 
 def differing_numbers(runs: Sequence[Population]) -> dict[str, list[float]]:

@@ -42,7 +42,7 @@ class Request:
 
     member: Member
     position: tuple[int, int]
-    """How far its run is: the rounds trained, and the evaluations since."""
+    """How far its run is: a round, and in it 0 for the training, then the evaluations that follow."""
     kind: str
     round: int
     clients: list[int]
@@ -72,7 +72,8 @@ class Member(VectorizedEngine):
         super().__init__(population, memory_budget=memory_budget)
         self.run = run
         self._group = group
-        self._position = (0, 0)
+        self._trained, self._evaluated = 0, 0
+        """The last round that was trained, and evaluations since."""
 
     def train(
         self,
@@ -82,17 +83,19 @@ class Member(VectorizedEngine):
         *,
         score: bool = False,
     ) -> list[Reply]:
-        request = Request(self, self._position, "train", round, sorted(downloads), downloads, done)
+        request = Request(self, (round, 0), "train", round, sorted(downloads), downloads, done)
         replies: list[Reply] = self._group.ask(request)
-        self._position = (round, 0)
+        self._trained, self._evaluated = round, 0
         return replies
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
     ) -> dict[int, Evaluation]:
-        request = Request(self, self._position, "evaluate", round, sorted(clients), downloads)
-        scores: dict[int, Evaluation] = self._group.ask(request)
-        self._position = (self._position[0], self._position[1] + 1)
+        self._evaluated += 1
+        position = self._trained, self._evaluated
+        scores: dict[int, Evaluation] = self._group.ask(
+            Request(self, position, "evaluate", round, sorted(clients), downloads)
+        )
         return scores
 
     def alone(self, request: Request, clients: Iterable[int]) -> Any:
@@ -104,7 +107,7 @@ class Member(VectorizedEngine):
 
     def restore(self, round: int, states: Mapping[int, State]) -> None:
         super().restore(round, states)
-        self._position = (round, 0)
+        self._trained, self._evaluated = round, 0
 
     def network(self, client: int) -> ClientNetwork:
         """The network of a client's architecture, without weights."""
