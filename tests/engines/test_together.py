@@ -156,7 +156,6 @@ def test_numbers_of_the_training_may_differ(
         ("fedproto", [{"weight": 0.5}, {"weight": 5.0}]),
         ("pfedes", [{"weight": 0.1}, {"weight": 0.5, "proxy_lr": 0.2}, {"weight": 0.3}]),
         ("fedclassavg", [{"weight": 0.1, "temperature": 0.1}, {"weight": 1.0, "temperature": 0.5}]),
-        ("pfedafm", [{"weight_lr": 0.01}, {"weight_lr": 1.0}]),
         ("fedgen", [{"label_weight": 1.0}, {"label_weight": 10.0}]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -164,7 +163,7 @@ def test_numbers_of_the_training_may_differ(
 def test_numbers_of_the_method_may_differ(
     tmp_path: Path, method: str, options: list[dict[str, float]], calls: list[list[int]]
 ) -> None:
-    """In a loss, in a phase's learning rate, in a module's buffer, in what a client receives."""
+    """In a loss, in a phase's learning rate, in what a client receives."""
     runs = {f"run{i}": ({"name": method, **own}, {"seed": i % 2, "rounds": 3}) for i, own in enumerate(options)}
     if method == "pfedes":
         runs["run0"][0]["proxy_lr"], runs["run2"][0]["proxy_lr"] = 0.01, 0.05
@@ -298,6 +297,10 @@ def test_what_can_not_train_together_says_why(tmp_path: Path) -> None:
         misfit(first, support.population("fedproto", data=support.tiny_dataset())),
         misfit(first, support.population("fedproto", data=DATA, batch_size=4)),
         misfit(first, support.population({"name": "fedproto", "mean": "samples"}, data=DATA)),
+        misfit(  # the bounds of its weights depend on it
+            support.population({"name": "pfedafm", "weight_lr": 0.1}, data=DATA),
+            support.population({"name": "pfedafm", "weight_lr": 0.2}, data=DATA),
+        ),
         misfit(
             support.population({"name": Copied, "weight": 1.0}, data=DATA),
             support.population({"name": Copied, "weight": 2.0}, data=DATA),
@@ -308,6 +311,7 @@ def test_what_can_not_train_together_says_why(tmp_path: Path) -> None:
         "its samples are not the same tensors in memory (those of a table are scaled for each run)",
         "training.batch_size is 4, not 8",
         "method.mean is samples, not plain",
+        "its phases are others",
         "its method keeps another copy",
     ]
     assert misfit(first, support.population({"name": "fedproto", "weight": None}, data=DATA, seed=3, lr=1)) is None

@@ -124,7 +124,10 @@ class Group:
     def __init__(self) -> None:
         self._baton = threading.Lock()
         self._size = 1
-        self._going: set[str] = set()
+        self._going: dict[str, None] = {}
+        """The runs that have not ended, in their order."""
+        self._begun = threading.Event()
+        """Whether the run that was started last has asked for its clients, or ended."""
         self._waiting: dict[str, Request] = {}
         self._members: dict[str, Member] = {}
         self._first: Population | None = None
@@ -140,21 +143,25 @@ class Group:
 
     def run(self, works: Mapping[str, Callable[[], object]]) -> dict[str, BaseException]:
         """Do all works, each a run in its thread; returns the errors of those that failed, by name."""
-        self._going, self._size = set(works), len(works)
+        self._going, self._size = dict.fromkeys(works), len(works)
         threads = [
             threading.Thread(target=copy_context().run, args=(self._do, name, work), daemon=True, name=name)
             for name, work in works.items()
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:  # in this order, so that the same runs always form the same cohorts
+                self._begun.clear()
+                thread.start()
+                while not self._begun.wait(0.2):  # wakes up for signals
+                    pass
             for thread in threads:
                 while thread.is_alive():
-                    thread.join(0.2)  # wakes up for signals
+                    thread.join(0.2)
         except KeyboardInterrupt:
             self._cancelled = True
             for thread in threads:
-                thread.join(PATIENCE)
+                if thread.ident is not None:
+                    thread.join(PATIENCE)
             raise
         return self._errors
 
@@ -170,7 +177,8 @@ class Group:
                 self._leave(name)
 
     def _leave(self, name: str) -> None:
-        self._going.discard(name)
+        del self._going[name]
+        self._begun.set()
         member = self._members.pop(name, None)
         if self._joint is not None and member in self._joint.members:
             self._joint.members.remove(member)
@@ -209,6 +217,7 @@ class Group:
             request.answer_alone()
         else:
             self._waiting[request.member.run] = request
+            self._begun.set()
             self._serve()
             if not request.ready.is_set():
                 self._baton.release()
@@ -220,10 +229,11 @@ class Group:
 
     def _serve(self) -> None:
         """If all runs wait, answer those that are furthest behind; the others are met when these have caught up."""
-        if not self._going or self._waiting.keys() != self._going:
+        if not self._going or self._waiting.keys() != self._going.keys():
             return
-        behind = min(request.position for request in self._waiting.values())
-        chosen = [request for request in self._waiting.values() if request.position == behind or self._cancelled]
+        waiting = [self._waiting[name] for name in self._going]
+        behind = min(request.position for request in waiting)
+        chosen = [request for request in waiting if request.position == behind or self._cancelled]
         for likeness in dict.fromkeys(request.likeness for request in chosen):
             self._answer([request for request in chosen if request.likeness == likeness])
         for request in chosen:
