@@ -44,6 +44,11 @@ class BadMessage(PolyfedError):
 class DivergedError(RunError):
     """A training loss became NaN or infinite."""
 
+    def __init__(self, message: str, client: int | None = None) -> None:
+        super().__init__(message)
+        self.client = client
+        """Whose training it was, as its engine numbers clients."""
+
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     """The error for a name that does not exist, with the nearest name that does.

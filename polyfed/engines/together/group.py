@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 from polyfed.data import Dataset
 from polyfed.engines.base import EngineSettings, default_memory_budget
 from polyfed.engines.together.fit import misfit
-from polyfed.engines.together.joint import CannotStack, JointEngine
+from polyfed.engines.together.joint import JointEngine
 from polyfed.engines.vectorized import VectorizedEngine
-from polyfed.errors import first_line
+from polyfed.errors import DivergedError, first_line
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Reply
@@ -235,7 +236,12 @@ class Group:
         behind = min(request.position for request in waiting)
         chosen = [request for request in waiting if request.position == behind or self._cancelled]
         for likeness in dict.fromkeys(request.likeness for request in chosen):
-            self._answer([request for request in chosen if request.likeness == likeness])
+            same = [request for request in chosen if request.likeness == likeness]
+            try:
+                self._answer(same)
+            except BaseException as error:  # nobody else would tell these runs, and they would wait for ever
+                for request in same:
+                    request.error = request.error or error
         for request in chosen:
             del self._waiting[request.member.run]
             request.ready.set()
@@ -254,13 +260,7 @@ class Group:
     def _answer_together(self, requests: list[Request]) -> None:
         """Answer by one call for all; what that could not do, each run does by itself, with its own error if any."""
         found: dict[Request, dict[int, Any]] = {request: {} for request in requests}
-        reason, lasting = "", False
-        try:
-            self._joint = self._joint or JointEngine(list(self._members.values()))
-            self._call(self._joint, found)
-        except Exception as error:
-            reason = first_line(error) or type(error).__name__
-            lasting = isinstance(error, CannotStack)
+        reason = self._call_for_all(dict(found))
         self._pass_notes()
         for request, own in found.items():
             left = [client for client in request.clients if client not in own]
@@ -274,15 +274,40 @@ class Group:
                 request.answer = [own[client] for client in sorted(own)]
             else:
                 request.answer = dict(sorted({**own, **dict(rest)}.items()))
-        if reason and (lasting or all(request.error is None for request in requests)):
+        # A run that fails by itself leaves; it is no reason for the others to part.
+        if reason is not None and not any(request.error for request in requests):
             self._part(reason)
 
+    def _call_for_all(self, found: dict[Request, dict[int, Any]]) -> str | None:
+        """One call for all requests, again without a run whose training diverges; returns why runs can't be called so.
+
+        What is missing in `found` afterwards is left to each run.
+        """
+        while len(found) > 1:
+            try:
+                self._joint = self._joint or JointEngine(list(self._members.values()))
+                self._call(self._joint, found)
+                return None
+            except DivergedError as error:
+                places = self._joint.places if self._joint else {}
+                diverged = places[error.client][0] if error.client in places else None
+            except Exception as error:
+                return first_line(error) or type(error).__name__
+            kept = {request: own for request, own in found.items() if request.member is not diverged}
+            if len(kept) == len(found):
+                return None
+            found = kept
+        return None
+
     def _call(self, joint: JointEngine, found: Mapping[Request, dict[int, Any]]) -> None:
-        """Train or evaluate the clients of all requests at once, and sort the answers by request."""
+        """Train or evaluate the clients that have no answer yet at once, and sort the answers by request."""
         of_member = {request.member: request for request in found}
         first = next(iter(found))
         numbers = {
-            joint.numbers[request.member, client]: (request, client) for request in found for client in request.clients
+            joint.numbers[request.member, client]: (request, client)
+            for request, own in found.items()
+            for client in request.clients
+            if client not in own
         }
         downloads = {
             number: request.downloads[client]
@@ -316,6 +341,7 @@ class Group:
         self._dissolve()
 
     def _dissolve(self) -> None:
-        if self._joint is not None:
-            self._joint.close()
-            self._joint = None
+        joint, self._joint = self._joint, None
+        if joint is not None:
+            with suppress(RuntimeError):  # a GPU that has failed; the runs will find that out themselves
+                joint.close()

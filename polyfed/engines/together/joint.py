@@ -148,9 +148,9 @@ class JointEngine(VectorizedEngine):
 
     def _check_networks(self) -> None:
         """Raise if the runs' networks of one name differ in anything but their states."""
+        examples = {(member, member.population.architectures[client].name): client for member, client in self.numbers}
         looks: dict[str, object] = {}
-        for member, client in self.numbers:
-            name = member.population.architectures[client].name
+        for (member, name), client in examples.items():
             if (seen := look(member.network(client))) != looks.setdefault(name, seen):
                 raise CannotStack(f"their networks {name} differ in more than their weights")
 
@@ -163,11 +163,14 @@ class JointEngine(VectorizedEngine):
         return member._client_flops(own)
 
     def _reason_for_the_loop(self, client: int) -> str | None:
+        reason = super()._reason_for_the_loop(client)
+        if reason is None:
+            return None
         member, own = self.places[client]
-        alone = member._reason_for_the_loop(own)
-        if alone is None and (reason := super()._reason_for_the_loop(client)) is not None:
+        if member._reason_for_the_loop(own) is None:
             raise CannotStack(reason)
-        return alone
+        self.notes.clear()  # the run has just said the same
+        return reason
 
     def _train_one(self, bench: Workbench, client: int, message: Message, round: int) -> Reply:
         member, own = self.places[client]
