@@ -20,9 +20,9 @@ class Tiles(NamedTuple):
     """How the work is cut: rows of weights forward, columns backward, classes at a time, by how many warps."""
 
     rows: int = 4
-    columns: int = 8
+    columns: int = 4
     classes: int = 4
-    warps: int = 4
+    warps: int = 8
 
 
 TILES = Tiles()
@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, *, relu: bool) ->
     grid = (triton.cdiv(size, TILES.rows), triton.cdiv(classes, TILES.classes))
     _linear[grid](
         x, weight, bias, y, classes, size, relu, TILES.classes, TILES.rows, triton.next_power_of_2(size),
-        num_warps=_warps(size, TILES.rows),
+        num_warps=TILES.warps,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def linear_step(gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor, into:
     classes, size = x.shape
     _linear_step[(triton.cdiv(size, TILES.columns),)](
         gradient, x, weight, bias, into, lr, classes, size, into is not x, TILES.classes,
-        triton.next_power_of_2(size), TILES.columns, num_warps=_warps(size, TILES.columns),
+        triton.next_power_of_2(size), TILES.columns, num_warps=TILES.warps,
     )  # fmt: skip
 
 
@@ -82,12 +82,6 @@ def gradient(
         prototypes, vectors, rows, pulls, into, lr or 0.0, len(rows), classes, size, lr is not None,
         SAMPLES, TILES.classes, WIDTH, num_warps=TILES.warps,
     )  # fmt: skip
-
-
-def _warps(size: int, width: int) -> int:
-    """More than usual if a program would hold more than 64 weights in a thread."""
-    many: int = triton.next_power_of_2(size) * width // (64 * 32)
-    return max(TILES.warps, min(16, many))
 
 
 # Constants are written in capitals: C classes, K features, B… the size of a block.
