@@ -122,7 +122,8 @@ def compare(classes: int, vectors: int, device: str, repeats: int, tiles: bool) 
         base = base or seconds
         print(
             f"  {name:34} {seconds:7.3f} s  {base / seconds:5.1f} ×  "
-            f"{1e6 * seconds / EPOCHS / steps_each:6.1f} µs a step  {counts[way[1]]:5.1f} kernels a step  differs by {float(apart):.1e} after 1000 steps"
+            f"{1e6 * seconds / EPOCHS / steps_each:6.1f} µs a step  {counts[way[1]]:5.1f} kernels a step  "
+            f"differs by {float(apart):.1e} after 1000 steps"
         )
     print(f"  (prototypes are up to {float(reference.abs().max()):.2g})", *case.notes, sep="\n  ")
     if tiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -26,6 +27,14 @@ if not torch.cuda.is_available() and tuple(map(int, triton.__version__.split("."
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLASSES, SIZE, VECTORS = 5, 10, 7
 """None of them fills a block; the classes are in two blocks, and so are the features that a program owns."""
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 class Case:
@@ -212,3 +221,28 @@ def test_a_trial_of_the_kernels_draws_nothing() -> None:
     before = torch.get_rng_state()
     assert compute.working_kernels("polyfed.methods.parts.prototype_kernels", separation._trial)[1] is None
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where steps are captured")
+@pytest.mark.parametrize("network", [True, False])
+@pytest.mark.parametrize(("classes", "vectors"), [(10, 203), (100, 40)])
+def test_captured_steps_at_the_papers_size(network: bool, classes: int, vectors: int) -> None:
+    """500 features and about a thousand steps, with a short last batch or without; some classes have no vector."""
+    torch.manual_seed(0)
+    case, found = Case(dtype=torch.float32, lr=0.01, margin=5.0), []
+    case.module = TrainablePrototypes(classes, 500, network=network).cuda()
+    case.vectors = torch.rand(vectors, 500).cuda()
+    case.labels = torch.arange(vectors).cuda() % (classes - 1)
+    epochs, notes = 1000 // -(-vectors // 10), list[str]()
+    for loop in (True, False):
+        module, generator = deepcopy(case.module), torch.Generator().manual_seed(3)
+        with eager() if loop else nullcontext():
+            mean = train_on_vectors(
+                module, case.vectors, case.labels, loss=case.loss, epochs=epochs, batch_size=10, lr=case.lr,
+                generator=generator, fused=case.fused, notes=notes,
+            )  # fmt: skip
+        found.append((module, mean, generator.get_state()))
+    assert notes == []
+    assert_modules_agree(found[1][0], found[0][0], rtol=1e-3, atol=1e-4)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
+    assert torch.equal(found[1][2], found[0][2])
