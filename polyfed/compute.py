@@ -6,8 +6,10 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -109,6 +111,20 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@cache
+def working_kernels(name: str, trial: Callable[[Any, str], object]) -> tuple[Any, str | None]:
+    """The module with these kernels, or None and the reason, after a trial with the module on a device.
+
+    Triton, which compiles them, may be missing, or something that it needs (a C compiler, a known GPU).
+    """
+    try:
+        module = import_module(name)
+        trial(module, "cuda" if torch.cuda.is_available() else "cpu")
+    except Exception as error:  # whatever it is, PyTorch's own kernels still work
+        return None, " ".join(str(error).split())[:200]
+    return module, None
 
 
 def machine_name(device: torch.device) -> str:
