@@ -290,9 +290,10 @@ class VectorizedEngine(LocalEngine):
                 self._stacks[key] = stack
         else:
             stacked.copy_states(stack.parts, padded)
-        for client, own in zip(clients, stack.parts, strict=False):
-            if client in downloads:
-                local.receive(self.population, client, own, downloads[client], round)
+        receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
+        arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
+        for (client, own), message in zip(receivers, arrived, strict=True):
+            local.receive(self.population, client, own, message, round)
         return stack
 
     def _size(self, clients: list[int]) -> int:
