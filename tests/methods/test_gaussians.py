@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, factors, in_proportion, pack, pool, possible
+from polyfed.methods.parts.gaussians import (
+    Gaussians,
+    Noise,
+    diagonals,
+    draw,
+    factors,
+    in_proportion,
+    pack,
+    pool,
+    possible,
+)
 from polyfed.methods.parts.statistics import class_covariances
 
 SIZE = 7
@@ -29,6 +39,11 @@ def sent_by(clients: list[Tensor], labels: list[int]) -> Gaussians:
     counts = torch.tensor([len(features) for features in clients])
     means = torch.stack([features.mean(0) for features in clients])
     return Gaussians(torch.tensor(labels), counts, means, pack(torch.stack([covariance(f) for f in clients])))
+
+
+def noise(sent: Gaussians, amounts: list[int]) -> Noise:
+    generator = torch.Generator().manual_seed(0)
+    return Noise(sent.labels, sent.counts, torch.tensor(amounts), sent.means.shape[1], generator=generator)
 
 
 def pooled(clients: list[Tensor], **options: bool) -> tuple[Tensor, Tensor]:
@@ -126,8 +141,7 @@ def test_draws_have_the_pooled_mean_and_covariance() -> None:
     together = torch.cat(clients)
     exact = sent_by(clients, [1, 1])
     sent = exact._replace(means=exact.means.float(), triangles=exact.triangles.float())
-    generator = torch.Generator().manual_seed(0)
-    vectors, labels = draw(sent, torch.tensor([0, 100_000]), generator=generator)
+    vectors, labels = draw(sent, noise(sent, [0, 100_000]))
     assert torch.linalg.matrix_rank(torch.cov(together.T)) == 4
     assert labels.unique().tolist() == [1]
     assert float((vectors.mean(0) - together.mean(0)).abs().max()) < 0.07
@@ -139,7 +153,7 @@ def test_draws_follow_amounts_and_class_order() -> None:
     triangles = torch.zeros(3, 3)
     means = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])
     sent = Gaussians(torch.tensor([0, 2, 2]), torch.tensor([1, 1, 1]), means, triangles)
-    vectors, labels = draw(sent, torch.tensor([2, 0, 3]), generator=torch.Generator().manual_seed(0))
+    vectors, labels = draw(sent, noise(sent, [2, 0, 3]))
     assert labels.tolist() == [0, 0, 2, 2, 2]
     assert vectors[:2].tolist() == [[1.0, 1.0]] * 2  # one sample: its Gaussian is a point
     # Samples 2 and 4 of two clients: mean 3, along one direction only.
