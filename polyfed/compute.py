@@ -35,6 +35,15 @@ def compute_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def beside(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, what is left for the CPU uses one thread if a GPU does the work, and is as it was otherwise.
+
+    Such operations are too small for several threads. These wait for each other without sleeping, and where processes
+    share a machine that takes many times as long as the operations themselves.
+    """
+    return compute_threads(1) if device.type == "cuda" else nullcontext()
+
+
 def physical_memory() -> int:
     """Bytes of memory that the machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

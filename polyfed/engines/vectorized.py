@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.compute import free_gpu_memory
+from polyfed.compute import beside, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -96,11 +96,12 @@ class VectorizedEngine(LocalEngine):
         waiting: dict[str, deque[list[int]]] = {}
         for clients in self._cohorts(downloads, stackable=True):
             waiting.setdefault(self._architecture(clients[0]), deque()).append(clients)
-        while waiting:
-            wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
-            for answers in self._train_side_by_side(wave, downloads, round):
-                keep(answers)
-            waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
+        with beside(self.population.device):
+            while waiting:
+                wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
+                for answers in self._train_side_by_side(wave, downloads, round):
+                    keep(answers)
+                waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
         return [replies[client] for client in sorted(replies)]
 
     def evaluate(

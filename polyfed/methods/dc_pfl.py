@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyfed.compute import message_budget
+from polyfed.compute import beside, message_budget
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Floats, Message, Schema, State
 from polyfed.methods.base import (
@@ -160,8 +160,11 @@ class DCPFL(Method):
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         messages = [reply.message for reply in replies if len(reply.message.metadata["labels"])]
-        if not messages:
-            return
+        if messages:
+            with beside(server.device):
+                self._fuse(server, messages)
+
+    def _fuse(self, server: Server, messages: Sequence[Message]) -> None:
         config, head = self.config, server.modules["head"]
         train = partial(train_on_vectors, head, lr=config.server_lr)
         labels, counts = (torch.cat([message.metadata[name] for message in messages]) for name in ("labels", "counts"))
