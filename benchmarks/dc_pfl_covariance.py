@@ -25,7 +25,7 @@ from polyfed.engines import SequentialEngine, ThreadsEngine
 from polyfed.engines.client.round import collect
 from polyfed.message import Message
 from polyfed.methods.base import Server
-from polyfed.methods.parts.gaussians import Gaussians, Noise, draw, factors, in_proportion, pack
+from polyfed.methods.parts.gaussians import Gaussians, Noise, Wanted, draw, factors, in_proportion, pack
 from polyfed.methods.parts.statistics import class_covariances, class_means
 from polyfed.population import Population
 
@@ -105,7 +105,8 @@ def steps(device: str, repeats: int) -> dict[str, float]:
 
     def noise() -> Noise:
         generator = server.generator("virtual features")
-        return Noise(sent.labels, sent.counts, amounts, 500, generator=generator, device=server.device)
+        wanted = Wanted.of(sent.labels, sent.counts, amounts, 500)
+        return Noise(wanted, generator, aside=server.device.type == "cuda")
 
     means = best(each(class_means), repeats)
     factoring = best(lambda: factors(sent.triangles, 500, rank), repeats)

@@ -28,6 +28,8 @@ from polyfed.methods.base import (
 from polyfed.methods.parts.gaussians import (
     Gaussians,
     Noise,
+    NoiseAhead,
+    Wanted,
     diagonals,
     draw,
     in_proportion,
@@ -84,6 +86,7 @@ class DCPFL(Method):
     def __init__(self, config: Method.Config, task: Task, training: Training) -> None:
         super().__init__(config, task, training)
         self.collect = Collect(covariance=self.config.calibrate)
+        self._ahead = NoiseAhead()
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
         _linear(model.head)
@@ -184,14 +187,16 @@ class DCPFL(Method):
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.
             train(features, classes, epochs=epochs, batch_size=batch_size, generator=server.generator("calibration"))
+            if server.device.type == "cuda" and server.round < self.task.rounds:
+                self._ahead.draw_next(server, noise.wanted)
         check_finite(head, "head", server.round, config.server_lr, [means])
 
     def _noise(self, server: Server, labels: Tensor, counts: Tensor) -> Noise:
         """Draws for features of every class that was sent, in proportion to its samples."""
         totals = torch.zeros(self.task.classes, dtype=torch.int64).index_add_(0, labels, counts)
         amounts = in_proportion(totals, self.config.virtual_features)
-        generator = server.generator("virtual features")
-        return Noise(labels, counts, amounts, self.task.feature_size, generator=generator, device=server.device)
+        wanted = Wanted.of(labels, counts, amounts, self.task.feature_size)
+        return self._ahead.of(server, wanted, aside=server.device.type == "cuda")
 
     def _virtual_features(self, sent: Gaussians, noise: Noise) -> tuple[Tensor, Tensor]:
         """Features of the classes that were sent, made from these draws, and their classes."""

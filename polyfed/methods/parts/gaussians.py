@@ -7,18 +7,24 @@ the factor of a pooled covariance is its clients' factors, scaled and stacked be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyfed.compute import to_device
 
+if TYPE_CHECKING:
+    from polyfed.methods.base import Server
+
 _LARGEST_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Entries of packed matrices that are processed together: what a CPU's cache holds, or what keeps a GPU busy."""
+_MOST_ASIDE = 1 << 26
+"""Draws that are kept in memory together."""
 
 
 class Gaussians(NamedTuple):
@@ -174,57 +180,100 @@ def pool(sent: Gaussians, parts: Tensor, classes: int, *, paper_weights: bool = 
     return mean, torch.cat([within[:, None, None] * parts, between[:, None]], 1)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """How many normal draws there are to make for the vectors of each class."""
+
+    amounts: tuple[int, ...]
+    """By class, how many vectors."""
+    holders: tuple[int, ...]
+    """By class, how many clients sent it."""
+    rank: int
+    """The rank that no covariance of so many samples exceeds."""
+
+    @classmethod
+    def of(cls, labels: Tensor, counts: Tensor, amounts: Tensor, size: int) -> Wanted:
+        """What vectors of that size need, so many of each class, where clients sent these labels and counts."""
+        holders = torch.bincount(labels, minlength=len(amounts)).tolist()
+        return cls(tuple(amounts.tolist()), tuple(holders), min(int(counts.max()) - 1, size))
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """By class, vectors and rows of the factor that they are made with."""
+        return [(n, held * (self.rank + 1)) for n, held in zip(self.amounts, self.holders, strict=True)]
+
+    @property
+    def total(self) -> int:
+        return sum(n * rows for n, rows in self.shapes)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """By class, its part of all draws."""
+        parts = flat.split([n * rows for n, rows in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
 class Noise:
     """The normal draws behind the vectors of each class, class after class, on the CPU.
 
-    They are many, and take about as long as the rest of a server's work. Beside a GPU they are drawn in another thread
-    while the caller continues, into memory that the GPU reads directly.
+    They are drawn when they are asked for, class by class, because there may be very many. That takes longer than the
+    rest of a server's work on a GPU. So `aside`, and if they are not too many, another thread draws them from now on,
+    into memory that a GPU reads directly; the numbers are the same.
     """
 
-    def __init__(
-        self,
-        labels: Tensor,
-        counts: Tensor,
-        amounts: Tensor,
-        size: int,
-        *,
-        generator: torch.Generator,
-        device: torch.device | None = None,
-    ) -> None:
-        self.amounts = amounts
-        """By class, how many vectors will be made of these draws."""
-        self.holders: list[int] = torch.bincount(labels, minlength=len(amounts)).tolist()
-        """By class, how many clients sent it."""
-        self.rank = min(int(counts.max()) - 1, size)
-        """The rank that no covariance of so many samples exceeds."""
-        held = [holders * (self.rank + 1) for holders in self.holders]
-        self._shapes = list(zip(amounts.tolist(), held, strict=True))
-        self._flat: Tensor | None = None
-        self._drawn: Future[None] | None = None
-        if device is not None and device.type == "cuda":
-            self._flat = torch.empty(sum(n * rows for n, rows in self._shapes), pin_memory=True)
+    def __init__(self, wanted: Wanted, generator: torch.Generator, *, aside: bool = False) -> None:
+        self.wanted = wanted
+        self._generator = generator
+        self._aside: Future[Tensor] | None = None
+        if aside and wanted.total <= _MOST_ASIDE:
             hand = ThreadPoolExecutor(1)
-            self._drawn = hand.submit(_fill, self._parts(self._flat), generator)
+            self._aside = hand.submit(_drawn, wanted, generator)
             hand.shutdown(wait=False)
+
+    def like(self, rows: Tensor) -> Iterator[Tensor]:
+        """The draws of each class [amount, rows of its factor], once, where these rows are and of their type."""
+        each: Iterable[Tensor]
+        if self._aside is None:
+            each = (torch.randn(shape, generator=self._generator) for shape in self.wanted.shapes)
         else:
-            self._each = [torch.randn(shape, generator=generator) for shape in self._shapes]
-
-    def like(self, rows: Tensor) -> list[Tensor]:
-        """The draws of each class [amount, rows of its factor], where these rows are and of their type."""
-        if self._flat is None or self._drawn is None:
-            return [own.to(rows) for own in self._each]
-        self._drawn.result()
-        # Moved in 32 bits: in one step with the move, the CPU would make it 64 first.
-        return [own.to(rows.dtype) for own in self._parts(to_device(self._flat, rows.device))]
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([n * rows for n, rows in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+            each = self.wanted.parts(to_device(self._aside.result(), rows.device))
+        for own in each:
+            # Moved in 32 bits: in one step with the move, the CPU would make it 64 first.
+            yield to_device(own, rows.device).to(rows.dtype)
 
 
-def _fill(parts: Sequence[Tensor], generator: torch.Generator) -> None:
-    for part in parts:
+def _drawn(wanted: Wanted, generator: torch.Generator) -> Tensor:
+    flat = torch.empty(wanted.total, pin_memory=torch.cuda.is_available())
+    for part in wanted.parts(flat):
         part.normal_(generator=generator)
+    return flat
+
+
+class NoiseAhead:
+    """Noise of one round after another; as soon as two in a row want the same, that of the next is drawn in advance.
+
+    That is so where everybody takes part. It is then drawn while clients train.
+    """
+
+    def __init__(self) -> None:
+        self._last: Wanted | None = None
+        self._next: tuple[tuple[int, int, Wanted], Noise] | None = None
+
+    def of(self, server: Server, wanted: Wanted, *, aside: bool) -> Noise:
+        """The noise of this round."""
+        key = (server.seed, server.round, wanted)
+        ready = self._next[1] if self._next is not None and self._next[0] == key else None
+        return ready or Noise(wanted, _generator(server), aside=aside)
+
+    def draw_next(self, server: Server, wanted: Wanted) -> None:
+        """Begin with the noise of the next round, if it is likely to be the same."""
+        later = replace(server, round=server.round + 1)
+        if wanted == self._last:
+            self._next = (server.seed, later.round, wanted), Noise(wanted, _generator(later), aside=True)
+        self._last = wanted
+
+
+def _generator(server: Server) -> torch.Generator:
+    return server.generator("virtual features")
 
 
 def draw(sent: Gaussians, noise: Noise, *, paper_weights: bool = False) -> tuple[Tensor, Tensor]:
@@ -232,12 +281,13 @@ def draw(sent: Gaussians, noise: Noise, *, paper_weights: bool = False) -> tuple
 
     The heavy work is done where the triangles are.
     """
-    amounts, parts = noise.amounts, factors(sent.triangles, sent.means.shape[1], noise.rank)
-    means, rows = pool(sent, parts, len(amounts), paper_weights=paper_weights)
+    wanted = noise.wanted
+    parts = factors(sent.triangles, sent.means.shape[1], wanted.rank)
+    means, rows = pool(sent, parts, len(wanted.amounts), paper_weights=paper_weights)
     by_class = rows[to_device(sent.labels.argsort(stable=True), rows.device)]
-    pairs = zip(noise.like(rows), by_class.split(noise.holders), strict=True)
+    pairs = zip(noise.like(rows), by_class.split(wanted.holders), strict=True)
     vectors = torch.cat([own @ factor.flatten(0, 1) for own, factor in pairs])
-    labels = torch.arange(len(amounts)).repeat_interleave(amounts)
+    labels = torch.arange(len(wanted.amounts)).repeat_interleave(torch.tensor(wanted.amounts))
     return means.float()[labels] + vectors.float().cpu(), labels
 
 
