@@ -120,6 +120,16 @@ def set_precision(device: torch.device, *, tf32: bool) -> None:
 
 
 @contextmanager
+def without_search() -> Iterator[None]:
+    """Inside, cuDNN does not search for its fastest convolutions: for a step that is made once this takes longer."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
 def full_precision() -> Iterator[None]:
     """Inside, a GPU multiplies 32-bit floats without TF32."""
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

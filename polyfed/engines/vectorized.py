@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.compute import beside, free_gpu_memory
+from polyfed.compute import beside, free_gpu_memory, without_search
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -390,6 +390,7 @@ class VectorizedEngine(LocalEngine):
                 self.notes.append(f"clients with {name} train one after another: {reason}")
         return self._looped.get(name)
 
+    @without_search()
     def _try(self, client: int) -> str | None:
         """Train, predict and collect with two copies of the client; returns what goes wrong, if anything.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polyfed.compute import full_precision, precision
+from polyfed.compute import full_precision, precision, without_search
 from polyfed.data import Dataset
 from polyfed.engines.client.batches import IMAGE, VIEWS, augmented
 from polyfed.engines.client.round import batch_norm_trains, set_modes
@@ -114,6 +114,7 @@ class PhaseStep:
         set_modes(self._network, self._phase)
         self._network.requires_grad_(False)
 
+    @without_search()
     def prepare(self, inputs: State) -> None:
         """Learn from one client's first batch what all steps have in common; no state changes.
 
