@@ -135,7 +135,7 @@ def test_workspaces_are_freed_once_no_graph_uses_them(monkeypatch: pytest.Monkey
 def test_the_c_library_keeps_memory_unless_the_user_has_set_it(
     own: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """glibc's malloc.h: M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD is -3 and at most 32 MiB."""
+    """glibc's malloc.h: M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD is -3."""
     told: dict[int, int] = {}
     library = SimpleNamespace(mallopt=lambda name, value: told.__setitem__(name, value))
     monkeypatch.setattr("ctypes.CDLL", lambda name: library)
