@@ -19,6 +19,10 @@ from torch import Tensor
 
 MESSAGE_SHARE = 8
 """One of so many parts of a GPU's memory may be filled by the clients' messages of a round."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""What glibc's malloc.h calls M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+_LARGEST_PIECE = 32 * 2**20
+"""As far as glibc lets M_MMAP_THRESHOLD grow by itself on 64-bit systems."""
 SMALL_TRANSFER = 1 << 18
 """Numbers in a tensor up to which copying it next to others costs less than another transfer."""
 _GRAPHS: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
@@ -48,6 +52,20 @@ def beside(device: torch.device) -> AbstractContextManager[None]:
 def physical_memory() -> int:
     """Bytes of memory that the machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def reuse_memory() -> None:
+    """Let the C library (glibc) keep freed memory for the next step, until `return_memory`.
+
+    By default it gives large pieces back at once, in worker threads all the more, and the system clears every page of
+    the next step's gradients and activations again. What the user has set in the environment stays.
+    """
+    if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    with suppress(AttributeError, OSError, TypeError):  # other C libraries
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, _LARGEST_PIECE)
+        mallopt(_TRIM_THRESHOLD, 4 * _LARGEST_PIECE)
 
 
 def return_memory() -> None:
