@@ -4,6 +4,7 @@ Ten clients with the five CNNs, 640 CIFAR-sized images each, batch 64, one epoch
 several), the ratio to the plain loop, the share of time outside training, and peak memory.
 
     python benchmarks/cpu_round.py [--repeats 5] [--json]
+    python benchmarks/cpu_round.py --workers 1,2,4,8,16     # how a round's time falls with the number of workers
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import argparse
 import ctypes
 import gc
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from torch import nn
 
 from polyfed.assemble import assemble
 from polyfed.bench import noise
-from polyfed.compute import machine_name
+from polyfed.compute import available_cores, machine_name
 from polyfed.config import experiment
 from polyfed.data import Dataset
 from polyfed.engines import new_engine
+from polyfed.engines.base import EngineSettings
 from polyfed.models import Models
 from polyfed.population import Population
 from polyfed.records import RunFolder
@@ -105,10 +106,12 @@ class BatchTimer:
         return made
 
 
-def polyfed_round(method: str, engine: str, folder: Path) -> tuple[Callable[[], None], Callable[[], dict[str, float]]]:
+def polyfed_round(
+    method: str, engine: str, folder: Path, workers: int | None = None
+) -> tuple[Callable[[], None], Callable[[], dict[str, float]]]:
     """A whole round of polyfed with its records, and what was measured inside the last one."""
     config, clients = setting(method, engine)
-    runner = new_engine(engine, clients)
+    runner = new_engine(engine, clients, EngineSettings(workers=workers))
     federation = Federation(config, clients.method, runner, RunFolder.create(folder, config))
     timer = BatchTimer(runner.population.dataset)  # type: ignore[attr-defined]
     object.__setattr__(runner.population.dataset, "batch", timer)  # type: ignore[attr-defined]
@@ -131,7 +134,7 @@ def polyfed_round(method: str, engine: str, folder: Path) -> tuple[Callable[[], 
         begin = time.perf_counter()
         federation.round(number)
         inside["round"] = time.perf_counter() - begin
-        inside["data"] = timer.seconds / (min(CLIENTS, os.cpu_count() or 1) if engine == "threads" else 1)
+        inside["data"] = timer.seconds / (min(CLIENTS, workers or available_cores()) if engine == "threads" else 1)
 
     return one_round, lambda: dict(inside)
 
@@ -172,6 +175,37 @@ def measure(method: str, repeats: int) -> list[dict[str, Any]]:
             row["outside"] = (seen["round"] - seen["train"] + seen["data"]) / seen["round"]
         rows.append(row)
     return rows
+
+
+def scaling(method: str, workers: list[int], repeats: int) -> list[dict[str, Any]]:
+    """A round's time with so many workers, each with its ratio to one worker and to a plain loop on all cores.
+
+    With more workers than clients, or than cores, nothing more can be gained.
+    """
+    _, clients = setting(method, "sequential")
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = {"plain loop": plain_round(clients, method)}
+        for number in workers:
+            contenders[str(number)] = polyfed_round(method, "threads", Path(folder) / str(number), number)[0]
+        times = best_times(contenders, repeats)
+    first, reference = times[str(workers[0])], times["plain loop"]
+    return [
+        {"method": method, "workers": name, "seconds": t, "speed-up": first / t, "ratio": t / reference}
+        for name, t in times.items()
+    ]
+
+
+def best_times(contenders: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """The shortest time of each after a first one that does not count; they take turns."""
+    for one_round in contenders.values():
+        one_round()
+    best = dict.fromkeys(contenders, float("inf"))
+    for _ in range(repeats):
+        for name, one_round in contenders.items():
+            begin = time.perf_counter()
+            one_round()
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return best
 
 
 def memory(kind: str) -> dict[str, float]:
@@ -254,9 +288,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--memory", choices=["polyfed", "plain"], help="measure memory only, in this process")
+    parser.add_argument("--workers", help="measure the threads engine with these numbers of workers, as in 1,2,4")
     options = parser.parse_args()
     if options.memory:
         print(json.dumps(memory(options.memory)))
+        return
+    if options.workers:
+        show_scaling([int(number) for number in options.workers.split(",")], options.repeats, as_json=options.json)
         return
     rows = [row for method in ("standalone", "fedproto") for row in measure(method, options.repeats)]
     peak, plain = (in_own_process("--memory", kind) for kind in ("polyfed", "plain"))
@@ -279,6 +317,23 @@ def main() -> None:
         f"{peak['ratio']:.2f} times; held by the process {peak['resident'] / 1e6:.0f} MB; "
         f"the plain loop: {plain['peak'] / 1e6:.0f} and {plain['resident'] / 1e6:.0f} MB"
     )
+
+
+def show_scaling(workers: list[int], repeats: int, *, as_json: bool) -> None:
+    """Measure and print how a round's time falls with the number of workers."""
+    rows = [row for method in ("standalone", "fedproto") for row in scaling(method, workers, repeats)]
+    if as_json:
+        print(json.dumps({"cores": available_cores(), "rounds": rows}, indent=2))
+        return
+    table = Table(
+        title=f"{CLIENTS} clients, five CNNs, threads engine on {available_cores()} cores",
+        caption=f"{machine_name(torch.device('cpu'))}, torch {torch.__version__}",
+    )
+    for column in ("method", "workers", "s per round", "times as fast", "÷ plain loop on all cores"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else value for value in row.values()))
+    Console(width=120).print(table)
 
 
 def in_own_process(*arguments: str) -> dict[str, float]:

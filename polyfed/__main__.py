@@ -1,11 +1,11 @@
 """The command line from its first moment."""
 
-from polyfed.early import stopping_at_once
+from polyfed.early import importing
 
 
 def main() -> None:
     """Run `polyfed`."""
-    with stopping_at_once():
+    with importing():
         from polyfed.cli import main as run
 
     run()

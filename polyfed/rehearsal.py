@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from polyfed.compute import compute_threads
 from polyfed.engines.client.probing import ask
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.errors import InputError, PolyfedError, clients_named, first_line, user_place
@@ -41,7 +42,7 @@ def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Popu
         for phase in population.method.phases():
             _check_anything_trains(network, phase, name, clients)
             _check_batches(population, network, phase, name, clients)
-        with watched() as draws:
+        with watched() as draws, compute_threads(1):  # two samples are too little work for several
             _try(population, network, name)
             if draws():
                 drawing.add(name)

@@ -64,7 +64,9 @@ def watched() -> Iterator[Callable[[], bool]]:
 
 def _global_states() -> tuple[object, ...]:
     """The states of torch's (on the CPU), Python's and numpy's global generators, to compare."""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+    numpy = np.random.get_state(legacy=False)
+    words = {name: np.asarray(value).tobytes() for name, value in numpy["state"].items()}
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), {**numpy, "state": words}
 
 
 @contextmanager

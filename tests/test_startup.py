@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,19 @@ def test_the_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -
         mine, classes = sources._digits_of_sklearn()
         assert np.array_equal(mine, pixels) and np.array_equal(classes, labels)
         monkeypatch.setattr(sources, "find_spec", lambda name: None)
+
+
+def test_nothing_is_collected_while_modules_are_imported(tmp_path: Path) -> None:
+    """What was imported stays out of later collections, but not of the last one: extensions would report leaks."""
+    script = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count()))  # the first registered is the last to be called
+from polyfed.early import importing
+with importing():
+    print(gc.isenabled())
+print(gc.isenabled(), gc.get_freeze_count() > 1000)
+"""
+    root = str(Path(polyfed.__file__).parent.parent)
+    run = partial(subprocess.run, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, check=True)
+    ended = run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout.splitlines() == ["False", "True True", "0"]

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from polyfed.early import stopping_at_once
+from polyfed.early import importing
 
 COMMANDS = {
     "run": "runs:run",
@@ -78,5 +78,5 @@ def _load(name: str) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    with stopping_at_once():
+    with importing():
         return getattr(import_module(f"polyfed.cli.{module}"), name)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from polyfed.compute import message_budget, physical_memory
+from polyfed.compute import compute_threads, message_budget, physical_memory
 from polyfed.config import RaySettings
 from polyfed.engines.client import round as local
 from polyfed.engines.client.flops import ClientFlops, measured_flops
@@ -284,7 +284,9 @@ class LocalEngine(Engine):
                 self._first.pop(name, None)
 
     def _measure(self, client: int) -> ClientFlops:
-        with watched():  # a network may draw from a global generator, which must not change for the caller
+        # A network may draw from a global generator, which must not change for the caller; and two samples are too
+        # little work for several threads.
+        with watched(), compute_threads(1):
             return measured_flops(partial(self.population.new_network, client), self.population.method)
 
     def _client_flops(self, client: int) -> ClientFlops:

@@ -6,13 +6,12 @@ releases Python's lock while it computes.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Self, TypeVar
 
-from polyfed.compute import compute_threads, return_memory
+from polyfed.compute import available_cores, compute_threads, return_memory, reuse_memory
 from polyfed.engines.base import EngineSettings, LocalEngine
 from polyfed.engines.client.workbench import Workbench
 from polyfed.evaluation import Evaluation
@@ -30,8 +29,9 @@ class ThreadsEngine(LocalEngine):
 
     def __init__(self, population: Population, *, workers: int | None = None, memory_budget: int | None = None) -> None:
         super().__init__(population, memory_budget=memory_budget)
-        self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="polyfed-client")
+        self._pool = ThreadPoolExecutor(workers or available_cores(), thread_name_prefix="polyfed-client")
         self._own = threading.local()
+        reuse_memory()
         self.notes += [
             f"clients with {name} train one after another: it draws from a global generator, which is seeded for each"
             for name in sorted(population.draws)
@@ -54,7 +54,7 @@ class ThreadsEngine(LocalEngine):
 
         for client in downloads:  # before any worker starts: the counter's hooks would see all threads' modules
             self._client_flops(client)
-        replies = self._each(downloads, work, done)
+        replies = self._each(downloads, work, done, self._load)
         return [replies[client] for client in sorted(replies)]
 
     def evaluate(
@@ -73,8 +73,19 @@ class ThreadsEngine(LocalEngine):
         bench: Workbench = self._own.bench
         return bench
 
+    def _samples(self, client: int) -> float:
+        return len(self.population.data[client].train)
+
+    def _load(self, client: int) -> float:
+        """How much work a client has in a round, in any unit."""
+        return self._samples(client) * sum(self._client_flops(client).phases.values())
+
     def _each(
-        self, clients: Iterable[int], work: Callable[[int], Result], done: Callable[[int], None] = lambda client: None
+        self,
+        clients: Iterable[int],
+        work: Callable[[int], Result],
+        done: Callable[[int], None] = lambda client: None,
+        load: Callable[[int], float] | None = None,
     ) -> dict[int, Result]:
         def on_worker(client: int) -> Result:
             try:
@@ -82,10 +93,10 @@ class ThreadsEngine(LocalEngine):
             finally:
                 self._bench().release()
 
-        # Clients with the most samples come first, so that no slow one is left for the end; those of one architecture
+        # Clients with the most work come first, so that no slow one is left for the end; those of one architecture
         # train side by side, so that its initial weights can be freed early.
-        people = self.population
-        order = sorted(clients, key=lambda c: (-len(people.data[c].train), people.architectures[c].name, c))
+        names, amount = self.population.architectures, load or self._samples
+        order = sorted(clients, key=lambda c: (-amount(c), names[c].name, c))
         results: dict[int, Result] = {}
         with compute_threads(1):
             futures = {self._pool.submit(on_worker, client): client for client in order}

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.compute import free_gpu_memory
+from polyfed.compute import beside, free_gpu_memory, without_search
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -40,6 +40,8 @@ Result = TypeVar("Result")
 LARGEST_COHORT = 256
 MOST_AHEAD = 5_000_000
 """Visits of samples that may be drawn ahead; with augmentation each needs some hundred bytes."""
+CHECKED = 8
+"""Samples with which dropout masks are checked: batch norm of fewer has gradients that are mostly rounding."""
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""
 
@@ -99,10 +101,11 @@ class VectorizedEngine(LocalEngine):
         waiting: dict[str, deque[list[int]]] = {}
         for clients in self._cohorts(downloads, stackable=True):
             waiting.setdefault(self._architecture(clients[0]), deque()).append(clients)
-        while waiting:
-            wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
-            yield from self._train_side_by_side(wave, downloads, round)
-            waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
+        with beside(self.population.device):
+            while waiting:
+                wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
+                yield from self._train_side_by_side(wave, downloads, round)
+                waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
@@ -300,9 +303,10 @@ class VectorizedEngine(LocalEngine):
                 self._stacks[key] = stack
         else:
             stacked.copy_states(stack.parts, padded)
-        for client, own in zip(clients, stack.parts, strict=False):
-            if client in downloads:
-                local.receive(*self.population.home(client), own, downloads[client], round)
+        receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
+        arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
+        for (client, own), message in zip(receivers, arrived, strict=True):
+            local.receive(*self.population.home(client), own, message, round)
         return stack
 
     def _own(self, clients: list[int], stack: stacked.Stack) -> State:
@@ -405,6 +409,7 @@ class VectorizedEngine(LocalEngine):
                 self.notes.append(f"clients with {name} train one after another: {reason}")
         return self._looped.get(name)
 
+    @without_search()
     def _try(self, client: int) -> str | None:
         """Train, predict and collect with two copies of the client; returns what goes wrong, if anything.
 
@@ -414,20 +419,21 @@ class VectorizedEngine(LocalEngine):
         people, network, twice = self.population, self._network(client), [client, client]
         name, width = self._architecture(client), self._width(client)
         alone = name in self._single
-        width = min(2, width) if self._normed[name] else width  # two large networks may not fit into memory
+        few = min(2, width) if self._normed[name] else width  # two large networks may not fit into memory
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
         numbers = people.numbers(twice)
         try:
             for phase in people.method.phases():
-                plan = new_plan(people, twice, width, 2, phase, 0)
+                plan = new_plan(people, twice, few, 2, phase, 0)
                 if plan.active:
                     step = stacked.PhaseStep(people, network, phase, state, exact=alone, numbers=numbers)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
                     inputs = plan.on(people.device).at(0)
                     step.prepare(inputs)
-                    if not alone:
-                        step.check_masks(inputs)
-                    step(inputs | step.masks.draw((), (), width))
+                    if step.masks.calls and not alone:
+                        several = new_plan(people, twice, min(CHECKED, width), 2, phase, 0)
+                        step.check_masks(several.on(people.device).at(0))
+                    step(inputs | step.masks.draw((), (), few))
             network.eval()
             state |= numbers
             with torch.no_grad():

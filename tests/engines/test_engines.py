@@ -145,6 +145,27 @@ def test_replies_come_in_the_order_of_client_numbers() -> None:
     engine.close()
 
 
+def test_clients_with_the_most_work_come_first() -> None:
+    """One worker, and clients with as many samples each: the wide networks, which would be last by name, go first."""
+    clients = support.population("standalone", models=(support.Narrow, support.Wide), partition="iid")
+    assert len({len(data.train) for data in clients.data.values()}) == 1
+    engine = ThreadsEngine(clients, workers=1)
+    begun: list[int] = []
+    train = engine._train_one
+    engine._train_one = lambda bench, client, *rest: (begun.append(client), train(bench, client, *rest))[1]  # type: ignore[method-assign]
+    engine.train(1, {client: Message() for client in range(4)})
+    assert begun == [1, 3, 0, 2]
+    engine.close()
+
+
+def test_there_are_as_many_workers_as_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as many as the machine has: a container or a batch system may have given it only some."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {4, 5, 6}, raising=False)
+    engine = ThreadsEngine(support.population("standalone"))
+    assert engine._pool._max_workers == 3
+    engine.close()
+
+
 def test_operations_are_counted_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's counter hooks into the modules of every thread, so no client may train beside it."""
     threads: list[threading.Thread] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,3 +129,19 @@ def test_workspaces_are_freed_once_no_graph_uses_them(monkeypatch: pytest.Monkey
     del graph
     compute.free_gpu_memory()
     assert done == ["cache", "workspaces", "cache"]
+
+
+@pytest.mark.parametrize("own", [{}, {"MALLOC_TRIM_THRESHOLD_": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}])
+def test_the_c_library_keeps_memory_unless_the_user_has_set_it(
+    own: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """glibc's malloc.h: M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD is -3."""
+    told: dict[int, int] = {}
+    library = SimpleNamespace(mallopt=lambda name, value: told.__setitem__(name, value))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    compute.reuse_memory()
+    assert told == ({} if own else {-3: 33554432, -1: 134217728})
