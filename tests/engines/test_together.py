@@ -150,6 +150,14 @@ def test_numbers_of_the_training_may_differ(
     assert_same(tmp_path, runs)
 
 
+@pytest.mark.parametrize("method", ["protonorm", "fedl2g"])
+def test_a_loss_or_a_probe_may_depend_on_the_learning_rate(tmp_path: Path, method: str, calls: list[list[int]]) -> None:
+    runs = {f"run{i}": (method, {"training": {"lr": lr}, "rounds": 3}) for i, lr in enumerate((0.02, 0.1))}
+    assert run_both(tmp_path, runs) == {}
+    assert len(calls) == 3
+    assert_same(tmp_path, runs)
+
+
 @pytest.mark.parametrize(
     ("method", "options"),
     [
