@@ -168,7 +168,7 @@ class Side:
 
 def work_as(side: str, given: Namespace) -> None:
     """What a side's process does: a turn for each line with a method's name, answered by a line of JSON."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    answers = os.fdopen(os.dup(1), "w")
     measure = ours if side == "ours" else theirs
     for line in sys.stdin:
         with tempfile.TemporaryDirectory(prefix="polyfed-htfllib-") as folder, redirect_stdout(sys.stderr):
@@ -224,6 +224,7 @@ def parsed(words: list[str] | None = None) -> Namespace:
     parser.add_argument("--timeout", type=float, default=300, help="seconds that a turn may take")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--engine", default="auto", help="polyfed's engine")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of CPU time, for a busy machine without a GPU")
     parser.add_argument("--no-evaluation", action="store_true", help="train only")
     parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
     given = parser.parse_args(words)
@@ -231,6 +232,8 @@ def parsed(words: list[str] | None = None) -> Namespace:
     given.methods = given.methods.split(",")
     if given.images % given.batch:
         parser.error(f"--images {given.images} is no multiple of --batch {given.batch}: HtFLlib drops the last batch.")
+    if given.cpu_time and find_device(given.device).type != "cpu":
+        parser.error("--cpu-time does not see what a GPU does: add --device cpu, or leave it out.")
     if not (given.checkout / "system" / "flcore").is_dir():
         parser.error(f"'{given.checkout}' is no checkout of HtFLlib: it has no folder system/flcore.")
     unknown = [method for method in given.methods if method not in SERVERS]
@@ -254,11 +257,13 @@ def both_sides(given: Namespace) -> Iterator[dict[str, Side]]:
 def heading(given: Namespace) -> str:
     """What was compared, where and when."""
     there, here = given.commits or (commit(given.checkout), commit(HERE))
+    clock = "seconds of CPU time" if given.cpu_time else "seconds"
     evaluated = "no evaluation" if given.no_evaluation else f"evaluated on {given.tests} images each after every round"
     return (
         f"HtFLlib {there}, polyfed {here}; {machine_name(find_device(given.device))}, torch {torch.__version__}, "
         f"{time.strftime('%d %B %Y')}.\n{given.clients} clients ({given.models}) with {given.images} images each, "
-        f"batch {given.batch}, one epoch, {evaluated}; median of {given.repeats * given.rounds} rounds."
+        f"batch {given.batch}, one epoch, {evaluated}; {clock}, "
+        f"median of {given.repeats * given.rounds} rounds."
     )
 
 
