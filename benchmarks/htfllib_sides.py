@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -270,7 +271,9 @@ def theirs(given: Namespace, method: str) -> Measured:
     Path("system").mkdir()
     os.chdir("system")  # HtFLlib looks for ../dataset
     try:
-        seconds = rounds_there(given, method, clients)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as HtFLlib's own command does
+            seconds = rounds_there(given, method, clients)
     finally:
         os.chdir("..")
         shutil.rmtree("system")
