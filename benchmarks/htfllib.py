@@ -51,9 +51,13 @@ EQUAL = (
 _TWICE = "HtFLlib's gradients also run through the network that the other learns from; polyfed detaches it"
 DIFFERENT = {
     "fedproto": {"samples gathered": "polyfed averages features in a pass after training, HtFLlib while it trains"},
+    "fedtgp": {"operations": "distances are matrix products in HtFLlib; polyfed's, from differences, are not counted"},
     "fml": {"operations": _TWICE},
     "fedkd": {"operations": _TWICE},
-    "fedgen": {"operations": "polyfed has the paper's guidance and its term for diversity, HtFLlib has neither"},
+    "fedgen": {
+        "operations": "only polyfed has the paper's guidance and its term for diversity, and only in HtFLlib do clients "
+        "compute gradients of the generator, which nobody uses"
+    },
 }
 """By method, what is done differently on purpose, and why."""
 
