@@ -55,7 +55,7 @@ DIFFERENT = {
     "fml": {"operations": _TWICE},
     "fedkd": {"operations": _TWICE},
     "fedgen": {
-        "operations": "only polyfed has the paper's guidance and its term for diversity, and only in HtFLlib do clients "
+        "operations": "only polyfed has the paper's guidance and its term for diversity, and only HtFLlib's clients "
         "compute gradients of the generator, which nobody uses"
     },
 }
