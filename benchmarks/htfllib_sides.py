@@ -47,8 +47,9 @@ from polyfed.methods.parts import compression
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 from polyfed.records import RunFolder
+from polyfed.server import training
 from polyfed.server.federation import Federation
-from polyfed.server.training import eager
+from polyfed.server.replay import Step
 
 SERVERS = {
     "fedproto": "serverproto:FedProto", "fedtgp": "servertgp:FedTGP", "lg-fedavg": "serverlg:LG_FedAvg",
@@ -93,7 +94,7 @@ class Work:
         """Inside, everything counts, from zero."""
         self.counts.clear()
         with FlopCounterMode(display=False) as operations:
-            hook = register_optimizer_step_post_hook(self._updated)
+            hook = register_optimizer_step_post_hook(self._optimised)
             self._on = True
             try:
                 yield
@@ -135,11 +136,17 @@ class Work:
         if self._on:
             self.counts["numbers factored"] += numbers
 
-    def _updated(self, optimiser: Optimizer, *_: object) -> None:
-        parameters = (p for group in optimiser.param_groups for p in group["params"] if p.grad is not None)
-        self.counts[f"parameters updated, {self._stage}"] += sum(parameter.numel() for parameter in parameters)
+    def updated(self, numbers: int) -> None:
+        """A step has changed this many numbers."""
+        if not self._on:
+            return
+        self.counts[f"parameters updated, {self._stage}"] += numbers
         if self._stage == "server":
             self.counts["server steps"] += 1
+
+    def _optimised(self, optimiser: Optimizer, *_: object) -> None:
+        parameters = (p for group in optimiser.param_groups for p in group["params"] if p.grad is not None)
+        self.updated(sum(parameter.numel() for parameter in parameters))
 
 
 WORK = Work()
@@ -211,7 +218,7 @@ def flops_recorded(run: Federation) -> int:
 
 def counted_here(given: Namespace, method: str) -> tuple[dict[str, int], int]:
     """What clients and server do in the second round of polyfed, and the operations that it records."""
-    with counted_parts(), federation(given, method, "sequential", "counted") as (run, _, engine), eager():
+    with counted_parts(), federation(given, method, "sequential", "counted") as (run, _, engine), training.eager():
         run.round(1)
         staged = WORK.staged("evaluation", engine.evaluate)
         with patch.object(engine, "evaluate", staged), WORK.counting():
@@ -221,8 +228,8 @@ def counted_here(given: Namespace, method: str) -> tuple[dict[str, int], int]:
 
 @contextmanager
 def counted_parts() -> Iterator[None]:
-    """Inside, the parts of polyfed that work on clients tell `WORK` about it."""
-    new_network, factorise = Population.new_network, compression.factorise
+    """Inside, the parts of polyfed that PyTorch's hooks do not see tell `WORK` about it."""
+    new_network, factorise, sgd_step = Population.new_network, compression.factorise, training.sgd_step
 
     def network(self: Population, client: int) -> ClientNetwork:
         made = new_network(self, client)
@@ -239,7 +246,18 @@ def counted_parts() -> Iterator[None]:
         WORK.factored(tensor.numel() if tensor.dim() >= 2 else 0)
         return factorise(tensor, energy)
 
+    def server_step(module: nn.Module, *given: Any) -> Step:
+        step = sgd_step(module, *given)
+        size = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+        def counted(rows: Tensor, losses: Tensor) -> None:
+            step(rows, losses)
+            WORK.updated(size)
+
+        return counted
+
     with ExitStack() as patches:
+        patches.enter_context(patch.object(training, "sgd_step", server_step))
         patches.enter_context(patch.object(Population, "new_network", network))
         patches.enter_context(patch.object(client_round, "sgd", optimiser))
         patches.enter_context(patch.object(compression, "factorise", factors))
