@@ -227,9 +227,13 @@ def test_a_trial_of_the_kernels_draws_nothing() -> None:
 @pytest.mark.parametrize("network", [True, False])
 @pytest.mark.parametrize(("classes", "vectors"), [(10, 203), (100, 40)])
 def test_captured_steps_at_the_papers_size(network: bool, classes: int, vectors: int) -> None:
-    """500 features and about a thousand steps, with a short last batch or without; some classes have no vector."""
+    """500 features and about a thousand steps, with a short last batch or without; some classes have no vector.
+
+    With a larger learning rate prototypes reach their only vector, where a distance has no slope: then even autograd
+    differs by 1e-3 between 32 and 64 bits.
+    """
     torch.manual_seed(0)
-    case, found = Case(dtype=torch.float32, lr=0.01, margin=5.0), []
+    case, found = Case(dtype=torch.float32, lr=0.001, margin=5.0), []
     case.module = TrainablePrototypes(classes, 500, network=network).cuda()
     case.vectors = torch.rand(vectors, 500).cuda()
     case.labels = torch.arange(vectors).cuda() % (classes - 1)
