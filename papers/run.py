@@ -1,0 +1,162 @@
+"""Runs entries of the campaign until a deadline, and records every run as soon as it is finished.
+
+    python -m papers.run cifar100-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
+
+What was recorded before is skipped. A run that the deadline stops has a checkpoint under --work, from which the same
+command continues if the folder is still there; otherwise the run is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from papers.campaign import FOLDER, Run, read_campaign
+from papers.records import RESULTS, Key, append, check, line_of, read_records, record_of
+from polyfed.comparison.compare import parse_seeds
+from polyfed.comparison.runner import is_finished, run_cells
+from polyfed.errors import InputError, PolyfedError
+from polyfed.records import disk
+from polyfed.server.federation import Interrupted, Watcher
+
+
+class Deadline(Watcher):
+    """Asks all runs to stop after their rounds when the time is over."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    @property
+    def stop_requested(self) -> bool:  # type: ignore[override]
+        return time.monotonic() >= self._end
+
+
+class Recorder:
+    """Turns finished run folders into records, and frees their place: a run's networks are hundreds of megabytes."""
+
+    def __init__(
+        self, runs: Sequence[Run], work: Path, out: Path, *, commit: str | None, margins: set[Key], keep: bool
+    ):
+        self.left = {run.cell.name: run for run in runs}
+        self._work, self._out, self._commit, self._margins, self._keep = work, out, commit, margins, keep
+
+    def sweep(self, names: Collection[str] | None = None) -> None:
+        """Record which of these runs, or of all, are finished; one recorded by an earlier command is handed out again."""
+        for name, run in [(name, run) for name, run in self.left.items() if names is None or name in names]:
+            kept, folder = self._work / "records" / f"{name}.json", self._work / "runs" / name
+            if kept.exists():
+                record = json.loads(kept.read_text())
+                check_told(run, record)
+            elif (folder / "summary.json").exists() and is_finished(run.config, folder):
+                record = record_of(run, folder, commit=self._commit, margins=run.key in self._margins)
+                disk.write(kept, line_of(record))
+            else:
+                continue
+            append(record, self._out)
+            del self.left[name]
+            if not self._keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def tell(self, line: str) -> None:
+        print(line, flush=True)
+        self.sweep(line.split())  # only what the line names: others may still be writing
+
+
+def check_told(run: Run, record: dict[str, Any]) -> None:
+    """Raise if a record was made with other settings."""
+    if record["settings"] != json.loads(json.dumps(run.told)):
+        raise InputError(f"{run.cell.name} was recorded with other settings: choose another folder (--work).")
+
+
+def commit() -> str | None:
+    """The commit of this checkout, marked if files differ from it; None where git does not know."""
+    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m papers.run", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="entries of the campaign, in the order to run them")
+    parser.add_argument(
+        "--list", action="store_true", help="show the entries, with their numbers of runs left, and stop"
+    )
+    parser.add_argument("--methods", help="only these rows, separated by commas")
+    parser.add_argument("--seeds", help="only these seeds, such as 2-3")
+    parser.add_argument("--data-dir", type=Path, help="where the datasets are")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--together", type=int, default=1, help="seeds of a method trained as one, if polyfed can")
+    parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
+    parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where the runs are")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--commit", default=commit(), help="the commit that is recorded; by default git's answer")
+    parser.add_argument("--keep", action="store_true", help="keep the run folders of recorded runs")
+    parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
+    return parser.parse_args(arguments)
+
+
+def _stacking(number: int) -> dict[str, int]:
+    if number == 1:
+        return {}
+    if "together" not in inspect.signature(run_cells).parameters:
+        raise InputError(f"together is {number}, but this version of polyfed trains every run alone: use 1.")
+    return {"together": number}
+
+
+def run(given: argparse.Namespace) -> int:
+    """Do what the command line asks for; the exit status."""
+    campaign = read_campaign(given.campaign)
+    machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
+    recorded = read_records([given.results])
+    check(recorded, campaign)
+    runs = [run for run in campaign.runs(given.names or None, **machine) if run.key not in recorded]
+    if given.list:
+        for name in campaign.entries:
+            print(f"{name:32} {sum(run.entry == name for run in runs):4} runs left of {len(campaign.runs([name]))}")
+        return 0
+    if not given.names:
+        raise InputError("there is no entry to run: name at least one; --list shows them.")
+    wanted, seeds = given.methods and given.methods.split(","), given.seeds and parse_seeds(given.seeds)
+    runs = [run for run in runs if (not wanted or run.row in wanted) and (not seeds or run.seed in seeds)]
+    margins = {run.key for run in runs if run.row in campaign.entries[run.entry].margins}
+    for folder in (given.out, given.work / "records"):
+        disk.make_folder(folder)
+    recorder = Recorder(runs, given.work, given.out, commit=given.commit, margins=margins, keep=given.keep)
+    recorder.sweep()
+    failures: dict[str, str] = {}
+    try:
+        cells = [run.cell for run in recorder.left.values()]
+        watcher = Deadline(given.minutes)
+        failures = run_cells(
+            cells, given.work, jobs=given.jobs, tell=recorder.tell, watcher=watcher, **_stacking(given.together)
+        )  # fmt: skip
+    except Interrupted:
+        print("time is over")
+    recorder.sweep()
+    print(f"{len(runs) - len(recorder.left)} of {len(runs)} runs recorded in '{given.out}'; {len(failures)} failed")
+    return 1 if failures else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: one sentence and exit status 2 for wrong input."""
+    try:
+        return run(_parsed(arguments))
+    except PolyfedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
