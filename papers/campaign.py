@@ -51,9 +51,13 @@ class Beside(_Strict):
         """
         return f"{self.of.paper.paper.partition(' (')[0]}, {self.of.entry.title.partition(',')[0]}"
 
+    def named(self, row: str) -> str:
+        """The table's name of a row of ours."""
+        return self.rows.get(row, row)
+
     def number(self, row: str, setting: str) -> Published:
         """What the paper prints for a row of ours."""
-        return published(self.of, self.rows.get(row, row), self.setting or setting)
+        return published(self.of, self.named(row), self.setting or setting)
 
 
 class Entry(_Strict):
@@ -91,6 +95,11 @@ class Entry(_Strict):
     def points(self) -> list[str]:
         """The recipe's settings that are run."""
         return self.of.settings if self.settings == "all" else self.settings
+
+    @property
+    def smaller(self) -> dict[str, Any]:
+        """How runs are smaller than the paper's."""
+        return {**self.reduced, **({} if self.scale == "paper" else {"scale": self.scale})}
 
     def variant(self, row: str) -> Variant:
         """What a row stands for: as its recipe says, or else a table beside it, or else the paper of the method."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def record_of(run: Run, path: Path, *, commit: str | None, margins: bool = False
         "engine": last["engine"], "date": last["date"], "starts": len(folder.starts()),
         "seconds": round(summary["seconds"], 1), "wall_seconds": _wall(path),
         "accuracy": {rule: _accuracies(rows) for rule, rows in by_rule.items()},
-        "at_best_validation": {rule: round(read_outcome(path, rule).accuracy_at_best_validation, 5) for rule in by_rule},
+        "at_best_validation": {r: round(read_outcome(path, r).accuracy_at_best_validation, 5) for r in by_rule},
         "own_best": round(float(clients["accuracy_best"].mean()), 5),
         "costs": {
             **{f"{name}_per_round": round(summary[name] / summary["rounds"])
@@ -52,7 +51,8 @@ def record_of(run: Run, path: Path, *, commit: str | None, margins: bool = False
     if margins:
         found = list(series("margins", path, Compare(), None))
         record["margins"] = [[round(row["client_margin"], 3), round(row["global_margin"], 3)] for row in found]
-    return _without_nan(record)
+    plain: Record = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no NaN
+    return plain
 
 
 def _of(rows: pd.DataFrame, part: str) -> pd.DataFrame:
@@ -76,15 +76,6 @@ def _accuracies(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
 def _wall(path: Path) -> float:
     """From the first file to the last: with what `seconds` leaves out, evaluation and loading."""
     return round((path / "summary.json").stat().st_mtime - (path / "config.yaml").stat().st_mtime, 1)
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, Mapping):
-        return {name: _without_nan(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def key_of(record: Record) -> Key:
@@ -119,9 +110,7 @@ def read_records(folders: Iterable[Path]) -> dict[Key, Record]:
                     f"line {number} of '{path}' is no record: remove it, or fetch the file again."
                 ) from error
             if found.setdefault(key, record) != record:
-                raise InputError(
-                    f"'{path}' has another record of {_named(key)} than was read before: remove one of them."
-                )
+                raise InputError(f"'{path}' has another record of {_named(key)} than was read before: remove one.")
     return found
 
 
@@ -131,12 +120,17 @@ def check(records: Mapping[Key, Record], campaign: Campaign) -> None:
     for key, record in records.items():
         if key not in planned:
             raise InputError(f"{_named(key)} is recorded but not in the campaign: remove its line, or add it there.")
-        now, before = planned[key].told, record["settings"]
-        for name in (name for name in {**now, **before} if now.get(name) != before.get(name)):
-            raise InputError(
-                f"{_named(key)} is recorded with {name} {shown(before.get(name, 'default'))}, but the campaign has "
-                f"{shown(now.get(name, 'default'))}: give the entry another name, or remove the record."
-            )
+        check_settings(planned[key], record)
+
+
+def check_settings(run: Run, record: Record) -> None:
+    """Raise if a record is of a run with other settings."""
+    now, before = json.loads(json.dumps(run.told)), record["settings"]
+    for name in (name for name in {**now, **before} if now.get(name) != before.get(name)):
+        raise InputError(
+            f"{_named(run.key)} is recorded with {name} {shown(before.get(name, 'default'))}, but the campaign has "
+            f"{shown(now.get(name, 'default'))}: give the entry another name, or remove the record."
+        )
 
 
 def _named(key: Key) -> str:

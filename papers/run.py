@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from papers.campaign import FOLDER, Run, read_campaign
-from papers.records import RESULTS, Key, append, check, line_of, read_records, record_of
+from papers.campaign import FOLDER, Campaign, read_campaign
+from papers.records import RESULTS, append, check, check_settings, line_of, read_records, record_of
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.runner import is_finished, run_cells
 from polyfed.errors import InputError, PolyfedError
@@ -42,38 +42,38 @@ class Deadline(Watcher):
 class Recorder:
     """Turns finished run folders into records, and frees their place: a run's networks are hundreds of megabytes."""
 
-    def __init__(
-        self, runs: Sequence[Run], work: Path, out: Path, *, commit: str | None, margins: set[Key], keep: bool
-    ):
-        self.left = {run.cell.name: run for run in runs}
-        self._work, self._out, self._commit, self._margins, self._keep = work, out, commit, margins, keep
+    def __init__(self, campaign: Campaign, given: argparse.Namespace) -> None:
+        self._campaign, self._given, self._commit = campaign, given, given.commit or commit()
+        rows, seeds = given.methods and given.methods.split(","), given.seeds and parse_seeds(given.seeds)
+        machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
+        recorded = read_records([given.results])
+        check(recorded, campaign)
+        self.left = {
+            run.cell.name: run
+            for run in campaign.runs(given.names or None, **machine)
+            if run.key not in recorded and (not rows or run.row in rows) and (not seeds or run.seed in seeds)
+        }
 
     def sweep(self, names: Collection[str] | None = None) -> None:
-        """Record which of these runs, or of all, are finished; one recorded by an earlier command is handed out again."""
+        """Record these runs, or all, where they are finished; what an earlier command recorded is handed out again."""
         for name, run in [(name, run) for name, run in self.left.items() if names is None or name in names]:
-            kept, folder = self._work / "records" / f"{name}.json", self._work / "runs" / name
+            kept, folder = self._given.work / "records" / f"{name}.json", self._given.work / "runs" / name
             if kept.exists():
                 record = json.loads(kept.read_text())
-                check_told(run, record)
-            elif (folder / "summary.json").exists() and is_finished(run.config, folder):
-                record = record_of(run, folder, commit=self._commit, margins=run.key in self._margins)
+                check_settings(run, record)
+            elif is_finished(run.config, folder):
+                margins = run.row in self._campaign.entries[run.entry].margins
+                record = record_of(run, folder, commit=self._commit, margins=margins)
                 disk.write(kept, line_of(record))
             else:
                 continue
-            append(record, self._out)
+            append(record, self._given.out)
             del self.left[name]
-            if not self._keep:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def tell(self, line: str) -> None:
         print(line, flush=True)
         self.sweep(line.split())  # only what the line names: others may still be writing
-
-
-def check_told(run: Run, record: dict[str, Any]) -> None:
-    """Raise if a record was made with other settings."""
-    if record["settings"] != json.loads(json.dumps(run.told)):
-        raise InputError(f"{run.cell.name} was recorded with other settings: choose another folder (--work).")
 
 
 def commit() -> str | None:
@@ -87,10 +87,7 @@ def commit() -> str | None:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m papers.run", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="entries of the campaign, in the order to run them")
-    parser.add_argument(
-        "--list", action="store_true", help="show the entries, with their numbers of runs left, and stop"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="entries, in the order to run them; none: list them")
     parser.add_argument("--methods", help="only these rows, separated by commas")
     parser.add_argument("--seeds", help="only these seeds, such as 2-3")
     parser.add_argument("--data-dir", type=Path, help="where the datasets are")
@@ -100,52 +97,40 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
     parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where the runs are")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--commit", default=commit(), help="the commit that is recorded; by default git's answer")
-    parser.add_argument("--keep", action="store_true", help="keep the run folders of recorded runs")
+    parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
     return parser.parse_args(arguments)
 
 
-def _stacking(number: int) -> dict[str, int]:
-    if number == 1:
-        return {}
-    if "together" not in inspect.signature(run_cells).parameters:
+def _stacking(number: int) -> dict[str, Any]:
+    if number > 1 and "together" not in inspect.signature(run_cells).parameters:
         raise InputError(f"together is {number}, but this version of polyfed trains every run alone: use 1.")
-    return {"together": number}
+    return {"together": number} if number > 1 else {}
 
 
 def run(given: argparse.Namespace) -> int:
     """Do what the command line asks for; the exit status."""
     campaign = read_campaign(given.campaign)
-    machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
-    recorded = read_records([given.results])
-    check(recorded, campaign)
-    runs = [run for run in campaign.runs(given.names or None, **machine) if run.key not in recorded]
-    if given.list:
-        for name in campaign.entries:
-            print(f"{name:32} {sum(run.entry == name for run in runs):4} runs left of {len(campaign.runs([name]))}")
-        return 0
+    recorder = Recorder(campaign, given)
     if not given.names:
-        raise InputError("there is no entry to run: name at least one; --list shows them.")
-    wanted, seeds = given.methods and given.methods.split(","), given.seeds and parse_seeds(given.seeds)
-    runs = [run for run in runs if (not wanted or run.row in wanted) and (not seeds or run.seed in seeds)]
-    margins = {run.key for run in runs if run.row in campaign.entries[run.entry].margins}
+        for name in campaign.entries:
+            left = sum(run.entry == name for run in recorder.left.values())
+            print(f"{name:32} {left:4} of {len(campaign.runs([name])):4} runs left")
+        return 0
     for folder in (given.out, given.work / "records"):
         disk.make_folder(folder)
-    recorder = Recorder(runs, given.work, given.out, commit=given.commit, margins=margins, keep=given.keep)
+    total, failures = len(recorder.left), dict[str, str]()
     recorder.sweep()
-    failures: dict[str, str] = {}
     try:
-        cells = [run.cell for run in recorder.left.values()]
-        watcher = Deadline(given.minutes)
         failures = run_cells(
-            cells, given.work, jobs=given.jobs, tell=recorder.tell, watcher=watcher, **_stacking(given.together)
+            [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
+            watcher=Deadline(given.minutes), **_stacking(given.together),
         )  # fmt: skip
     except Interrupted:
         print("time is over")
     recorder.sweep()
-    print(f"{len(runs) - len(recorder.left)} of {len(runs)} runs recorded in '{given.out}'; {len(failures)} failed")
+    print(f"{total - len(recorder.left)} of {total} runs recorded in '{given.out}'; {len(failures)} failed")
     return 1 if failures else 0
 
 
