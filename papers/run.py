@@ -22,8 +22,8 @@ from typing import Any
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.records import RESULTS, append, check, check_settings, line_of, read_records, record_of
 from polyfed.comparison.compare import parse_seeds
-from polyfed.comparison.runner import is_finished, run_cells
-from polyfed.errors import InputError, PolyfedError
+from polyfed.comparison.runner import is_finished, reason_of, run_cells
+from polyfed.errors import InputError, PolyfedError, unknown_name
 from polyfed.records import disk
 from polyfed.server.federation import Interrupted, Watcher
 
@@ -44,10 +44,15 @@ class Recorder:
 
     def __init__(self, campaign: Campaign, given: argparse.Namespace) -> None:
         self._campaign, self._given, self._commit = campaign, given, given.commit or commit()
+        self.failures: dict[str, str] = {}
         rows, seeds = given.methods and given.methods.split(","), given.seeds and parse_seeds(given.seeds)
         machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
         recorded = read_records([given.results])
         check(recorded, campaign)
+        known = {row: 0 for name in given.names or campaign.entries for row in campaign.rows.get(name, ())}
+        for row in rows or ():
+            if row not in known:
+                raise unknown_name("method", row, known)
         self.left = {
             run.cell.name: run
             for run in campaign.runs(given.names or None, **machine)
@@ -63,7 +68,11 @@ class Recorder:
                 check_settings(run, record)
             elif is_finished(run.config, folder):
                 margins = run.row in self._campaign.entries[run.entry].margins
-                record = record_of(run, folder, commit=self._commit, margins=margins)
+                try:
+                    record = record_of(run, folder, commit=self._commit, margins=margins)
+                except Exception as error:  # one run's failure must not cost the others, which are still going
+                    self.failures[name] = reason_of(error)
+                    continue
                 disk.write(kept, line_of(record))
             else:
                 continue
@@ -120,18 +129,20 @@ def run(given: argparse.Namespace) -> int:
         return 0
     for folder in (given.out, given.work / "records"):
         disk.make_folder(folder)
-    total, failures = len(recorder.left), dict[str, str]()
+    total = len(recorder.left)
     recorder.sweep()
     try:
-        failures = run_cells(
+        recorder.failures |= run_cells(
             [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
             watcher=Deadline(given.minutes), **_stacking(given.together),
         )  # fmt: skip
     except Interrupted:
         print("time is over")
     recorder.sweep()
-    print(f"{total - len(recorder.left)} of {total} runs recorded in '{given.out}'; {len(failures)} failed")
-    return 1 if failures else 0
+    for name, reason in recorder.failures.items():
+        print(f"{name} failed: {reason}", file=sys.stderr)
+    print(f"{total - len(recorder.left)} of {total} runs recorded in '{given.out}'; {len(recorder.failures)} failed")
+    return 1 if recorder.failures else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

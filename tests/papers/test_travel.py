@@ -135,6 +135,29 @@ def test_only_what_is_asked_for_is_run(papers: Path) -> None:
     assert [(each["method"], each["seed"]) for each in lines(papers / "new")] == [("fedproto", 1)]
 
 
+def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder stays, so that the next command records it."""
+    good = running.record_of
+
+    def record_of(run: Run, path: Path, **rest: Any) -> Record:
+        return good(run, path, **rest) if run.seed else good(run, path / "nothing", **rest)
+
+    monkeypatch.setattr(running, "record_of", record_of)
+    assert command(papers, "--methods", "standalone") == 1
+    assert [each["seed"] for each in lines(papers / "new")] == [1, 2]
+    monkeypatch.undo()
+    assert command(papers, "--methods", "standalone", "--out", str(papers / "later"), "--minutes", "0") == 0
+    assert [each["seed"] for each in lines(papers / "later")] == [0, 1, 2]
+
+
+def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(papers, "--methods", "fedprot") == 2
+    assert "fedproto" in capsys.readouterr().err
+    assert (
+        command(papers, "--together", "3") == 2 or "together" in running.inspect.signature(running.run_cells).parameters
+    )
+
+
 def test_contradictions_are_refused(papers: Path) -> None:
     """Another accuracy of the same run, other settings, a run that is not planned: nothing is written."""
     written(papers, lambda run: record(run, 0.5))
