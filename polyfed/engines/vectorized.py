@@ -40,6 +40,8 @@ Result = TypeVar("Result")
 LARGEST_COHORT = 256
 MOST_AHEAD = 5_000_000
 """Visits of samples that may be drawn ahead; with augmentation each needs some hundred bytes."""
+CHECKED = 8
+"""Samples with which dropout masks are checked: batch norm of fewer has gradients that are mostly rounding."""
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""
 
@@ -395,19 +397,20 @@ class VectorizedEngine(LocalEngine):
         people, network, twice = self.population, self._network(client), [client, client]
         name, width = self._architecture(client), self._width(client)
         alone = name in self._single
-        width = min(2, width) if self._normed[name] else width  # two large networks may not fit into memory
+        few = min(2, width) if self._normed[name] else width  # two large networks may not fit into memory
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
         try:
             for phase in people.method.phases():
-                plan = new_plan(people, twice, width, 2, phase, 0)
+                plan = new_plan(people, twice, few, 2, phase, 0)
                 if plan.active:
                     step = stacked.PhaseStep(people, network, phase, state, exact=alone)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
                     inputs = plan.on(people.device).at(0)
                     step.prepare(inputs)
-                    if not alone:
-                        step.check_masks(inputs)
-                    step(inputs | step.masks.draw((), (), width))
+                    if step.masks.calls and not alone:
+                        several = new_plan(people, twice, min(CHECKED, width), 2, phase, 0)
+                        step.check_masks(several.on(people.device).at(0))
+                    step(inputs | step.masks.draw((), (), few))
             network.eval()
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)

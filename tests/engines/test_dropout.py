@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
+from polyfed.engines.stacked import layers
 from polyfed.engines.stacked.dropout import Call, Masks, masked
+from polyfed.engines.stacked.step import PhaseStep
+from polyfed.message import State
 from polyfed.models import SeededDropout
 from polyfed.seeds import derive
 from polyfed.server.federation import Federation
@@ -148,6 +151,29 @@ def test_a_second_phase_continues_where_a_client_s_first_one_stopped(tmp_path: P
 def test_dropout_beside_batch_norm(tmp_path: Path) -> None:
     stacked = assert_engines_agree(tmp_path, "fedproto", support.Normed, batch_size=6, partition="pathological")
     assert not [note for note in notes(stacked) if "dropout" in note]
+
+
+def test_masks_are_checked_with_several_samples_and_without_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch norm of two samples has gradients that are mostly rounding, and TF32 looks like masks in another order."""
+    seen = []
+    gradient = PhaseStep._flat_gradient
+
+    def watched(step: PhaseStep, batch: State) -> Tensor:
+        seen.append((len(batch["y"]), step.bf16, layers.kernels(), torch.get_float32_matmul_precision()))
+        return gradient(step, batch)
+
+    monkeypatch.setattr(PhaseStep, "_flat_gradient", watched)
+    monkeypatch.setattr(layers, "_tried", lambda: (layers, None))
+    torch.set_float32_matmul_precision("high")
+    try:
+        finished(tmp_path, VectorizedEngine, "standalone", models=(support.Normed,), rounds=1)
+        after = torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [(8, False, None, "highest"), (9, False, None, "highest")]
+    assert (after, layers.kernels()) == ("high", layers)
 
 
 def test_bf16_does_not_hide_where_masks_belong(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ and recurrent layers, for which `vmap` has no rules, are made of plain operation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from operator import index
@@ -24,6 +26,7 @@ from polyfed.engines.stacked.convolutions import MOST_VALUES, Way, Windows, way
 from polyfed.engines.stacked.sequences import UNFUSED
 
 DTYPES = (torch.float32, torch.bfloat16)
+_wanted = ContextVar("wanted", default=True)
 
 
 class StackedLayers(TorchFunctionMode):
@@ -49,8 +52,18 @@ def on_gpu(x: Any) -> bool:
 
 
 def kernels() -> Any:
-    """Our kernels, or None where they can't run."""
-    return _tried()[0]
+    """Our kernels, or None where they can't run or are not wanted."""
+    return _tried()[0] if _wanted.get() else None
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, layers are computed by PyTorch: what happens only once is not worth compiling kernels for."""
+    token = _wanted.set(False)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
 
 
 def trouble() -> str | None:
