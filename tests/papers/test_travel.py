@@ -153,9 +153,19 @@ def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytes
 def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(papers, "--methods", "fedprot") == 2
     assert "fedproto" in capsys.readouterr().err
-    assert (
-        command(papers, "--together", "3") == 2 or "together" in running.inspect.signature(running.run_cells).parameters
-    )
+
+
+def test_seeds_are_stacked_if_polyfed_can(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def able(cells: Sequence[Cell], folder: Path, *, together: int = 1, **rest: Any) -> dict[str, str]:
+        asked.append(together)
+        return {}
+
+    monkeypatch.setattr(running, "run_cells", able)
+    assert command(papers, "--together", "3") == 0 and asked == [3]
+    monkeypatch.setattr(running, "run_cells", lambda cells, folder, **rest: {})
+    assert command(papers, "--together", "3") == 2
 
 
 def test_contradictions_are_refused(papers: Path) -> None:
