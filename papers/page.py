@@ -103,10 +103,14 @@ def origin(given: Comparison) -> str:
 
 
 def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
-    """At most ten lines: gains, ours and the first published one, of entries that are complete."""
-    chosen = [each for each in comparisons if each.name in campaign.front.get("entries", []) and each.complete]
-    rows = []
-    for row in campaign.front.get("methods", []):
+    """At most ten lines: gains, ours and the first published one, of entries that have all seeds of these methods."""
+    entries, methods, rows = campaign.front.get("entries", []), campaign.front.get("methods", []), []
+    chosen = [
+        each
+        for each in comparisons
+        if each.name in entries and not any(" of " in each.seeds(row, each.entry.points[0]) for row in methods)
+    ]
+    for row in methods:
         cells = []
         for each in chosen:
             setting, base = each.entry.points[0], each.entry.base

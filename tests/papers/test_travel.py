@@ -227,6 +227,11 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     assert with_front("no markers", "table") == "no markers"
     assert "| FedProto | 50.0 ± 0.0 (2 of 3) |" in sweep(comparisons[0])
     draw(comparisons[0], papers / "curves.png")
+    (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", "fedproto, fedssa]\n    changes"))
+    written(papers, lambda run: record(run, 0.5) if run.row != "fedssa" else None)
+    comparisons = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
+    assert "**Not complete: 6 of 9 runs.**" in page(comparisons, papers / "words")
+    assert "| FedProto | 0.0 (−0.02) |" in front(campaign, comparisons)  # the front page has only what is complete
 
 
 def test_the_page_is_what_the_records_give() -> None:
