@@ -25,7 +25,7 @@ from polyfed.engines import SequentialEngine, ThreadsEngine
 from polyfed.engines.client.round import collect
 from polyfed.message import Message
 from polyfed.methods.base import Server
-from polyfed.methods.parts.gaussians import Gaussians, draw, factors, in_proportion, pack
+from polyfed.methods.parts.gaussians import Gaussians, Noise, Wanted, draw, factors, in_proportion, pack
 from polyfed.methods.parts.statistics import class_covariances, class_means
 from polyfed.population import Population
 
@@ -103,13 +103,18 @@ def steps(device: str, repeats: int) -> dict[str, float]:
     def each(work: Callable[[Tensor, Tensor, int], object]) -> Callable[[], object]:
         return lambda: [work(*pair, CLASSES) for pair in given]
 
+    def noise() -> Noise:
+        generator = server.generator("virtual features")
+        wanted = Wanted.of(sent.labels, sent.counts, amounts, 500)
+        return Noise(wanted, generator, aside=server.device.type == "cuda")
+
     means = best(each(class_means), repeats)
     factoring = best(lambda: factors(sent.triangles, 500, rank), repeats)
-    drawing = best(lambda: draw(sent, amounts, generator=server.generator("virtual features")), repeats)
+    drawing = best(lambda: draw(sent, noise()), repeats)
     return {
         "clients: covariances beside means": best(each(class_covariances), repeats) - means,
         "clients: packing into triangles": best(lambda: [pack(m).cpu() for m in full], repeats),
-        "server: checking messages": best(lambda: [clients.method.check(m) for m in messages], repeats),
+        "server: checking messages": best(lambda: clients.method.certain(messages), repeats),
         "server: putting messages together": best(
             lambda: torch.cat([t.to(clients.device) for t in triangles]), repeats
         ),

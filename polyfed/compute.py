@@ -6,16 +6,21 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 MESSAGE_SHARE = 8
 """One of so many parts of a GPU's memory may be filled by the clients' messages of a round."""
+SMALL_TRANSFER = 1 << 18
+"""Numbers in a tensor up to which copying it next to others costs less than another transfer."""
 _GRAPHS: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 """Captured graphs that may still be replayed."""
 
@@ -29,6 +34,15 @@ def compute_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def beside(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, what is left for the CPU uses one thread if a GPU does the work, and is as it was otherwise.
+
+    Such operations are too small for several threads. These wait for each other without sleeping, and where processes
+    share a machine that takes many times as long as the operations themselves.
+    """
+    return compute_threads(1) if device.type == "cuda" else nullcontext()
 
 
 def physical_memory() -> int:
@@ -56,9 +70,37 @@ def free_gpu_memory() -> None:
     torch.cuda.empty_cache()
 
 
+@cache
 def message_budget(device: torch.device) -> int | None:
     """Bytes of a device's own memory that the messages of a round may fill; None: no limit but the machine's."""
     return torch.cuda.mem_get_info(device)[1] // MESSAGE_SHARE if device.type == "cuda" else None
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, without waiting for what is queued there.
+
+    Where several processes share a GPU, every wait lasts until the others have had their turns. A GPU's driver has
+    read ordinary memory when this returns, so the tensor may change then; pinned memory must not.
+    """
+    return tensor.to(device, non_blocking=device.type == "cuda" and tensor.device.type == "cpu")
+
+
+def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on the device; on a GPU, small ones of one type come in one transfer and share memory there."""
+    small: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if device.type != "cpu" and tensor.device.type == "cpu" and tensor.numel() <= SMALL_TRANSFER:
+            small.setdefault(tensor.dtype, []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in small.values():
+        found |= zip(places, _packed([tensors[place] for place in places], device), strict=True)
+    return [found[place] if place in found else to_device(each, device) for place, each in enumerate(tensors)]
+
+
+def _packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of one type on the device, by one transfer."""
+    parts = to_device(torch.cat([each.flatten() for each in tensors]), device).split([t.numel() for t in tensors])
+    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -109,6 +151,20 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@cache
+def working_kernels(name: str, trial: Callable[[Any, str], object]) -> tuple[Any, str | None]:
+    """The module with these kernels, or None and the reason, after a trial with the module on a device.
+
+    Triton, which compiles them, may be missing, or something that it needs (a C compiler, a known GPU).
+    """
+    try:
+        module = import_module(name)
+        trial(module, "cuda" if torch.cuda.is_available() else "cpu")
+    except Exception as error:  # whatever it is, PyTorch's own kernels still work
+        return None, " ".join(str(error).split())[:200]
+    return module, None
 
 
 def machine_name(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.compute import free_gpu_memory
+from polyfed.compute import beside, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -98,11 +98,12 @@ class VectorizedEngine(LocalEngine):
         waiting: dict[str, deque[list[int]]] = {}
         for clients in self._cohorts(downloads, stackable=True):
             waiting.setdefault(self._architecture(clients[0]), deque()).append(clients)
-        while waiting:
-            wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
-            for answers in self._train_side_by_side(wave, downloads, round):
-                keep(answers)
-            waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
+        with beside(self.population.device):
+            while waiting:
+                wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
+                for answers in self._train_side_by_side(wave, downloads, round):
+                    keep(answers)
+                waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
         return [replies[client] for client in sorted(replies)]
 
     def evaluate(
@@ -292,9 +293,10 @@ class VectorizedEngine(LocalEngine):
                 self._stacks[key] = stack
         else:
             stacked.copy_states(stack.parts, padded)
-        for client, own in zip(clients, stack.parts, strict=False):
-            if client in downloads:
-                local.receive(self.population, client, own, downloads[client], round)
+        receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
+        arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
+        for (client, own), message in zip(receivers, arrived, strict=True):
+            local.receive(self.population, client, own, message, round)
         return stack
 
     def _size(self, clients: list[int]) -> int:

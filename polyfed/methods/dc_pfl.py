@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyfed.compute import message_budget
+from polyfed.compute import beside, message_budget
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Floats, Message, Schema, State
 from polyfed.methods.base import (
@@ -25,7 +25,18 @@ from polyfed.methods.base import (
     Trained,
     Training,
 )  # fmt: skip
-from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, in_proportion, pack, possible
+from polyfed.methods.parts.gaussians import (
+    Gaussians,
+    Noise,
+    NoiseAhead,
+    Wanted,
+    diagonals,
+    draw,
+    in_proportion,
+    pack,
+    possible,
+    possible_each,
+)
 from polyfed.methods.parts.tools import (
     ClassVectors,
     class_vectors_schema,
@@ -75,6 +86,7 @@ class DCPFL(Method):
     def __init__(self, config: Method.Config, task: Task, training: Training) -> None:
         super().__init__(config, task, training)
         self.collect = Collect(covariance=self.config.calibrate)
+        self._ahead = NoiseAhead()
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
         _linear(model.head)
@@ -120,10 +132,26 @@ class DCPFL(Method):
         if not self.config.calibrate:
             return
         covariances, size = message.tensors["covariances"], self.task.feature_size
-        if not possible(covariances, size):  # looked at once, since every look waits for a GPU
+        if not possible(covariances, size):
             if bool((diagonals(covariances, size) < 0).any()):
                 raise BadMessage("'covariances' holds a negative variance.")
             raise BadMessage("'covariances' holds a covariance that is larger than its two variances allow.")
+
+    def certain(self, messages: Sequence[Message]) -> Sequence[bool]:
+        if not self.config.calibrate or type(self).check is not DCPFL.check:
+            return super().certain(messages)
+        fits = [self._fits(message) for message in messages]
+        triangles = [message.tensors["covariances"] for message, fit in zip(messages, fits, strict=True) if fit]
+        found = iter(possible_each(triangles, self.task.feature_size))
+        return [fit and next(found) for fit in fits]
+
+    def _fits(self, message: Message) -> bool:
+        """Whether a message is all right but for its covariances' values."""
+        try:
+            self.agreed_schema.check(message, unread=("covariances",))
+        except BadMessage:
+            return False
+        return True
 
     def sized(self, message: Message) -> State:
         # Covariances by standard deviations, which are of the features' own scale; no other entry is larger.
@@ -135,34 +163,44 @@ class DCPFL(Method):
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         messages = [reply.message for reply in replies if len(reply.message.metadata["labels"])]
-        if not messages:
-            return
+        if messages:
+            with beside(server.device):
+                self._fuse(server, messages)
+
+    def _fuse(self, server: Server, messages: Sequence[Message]) -> None:
         config, head = self.config, server.modules["head"]
         train = partial(train_on_vectors, head, lr=config.server_lr)
         labels, counts = (torch.cat([message.metadata[name] for message in messages]) for name in ("labels", "counts"))
         means = torch.cat([message.tensors["means"] for message in messages])
+        noise = self._noise(server, labels, counts) if config.calibrate else None  # drawn while the head takes steps
         # Eqs. 8 and 9 of the paper: one client after another, all its classes in one step.
         own = torch.arange(len(labels)).split([len(message.metadata["labels"]) for message in messages])
         take_steps(head, means, labels, [rows for rows in own for _ in range(config.means_steps)], config.server_lr)
         # Eq. 10. A class that no participant holds keeps its last mean.
         pooled, seen = mean_by_class(means, labels, counts, self.task.classes)
         server.state.update(store_vectors(server.state, "means", pooled, seen))
-        if config.calibrate:
+        if noise is not None:
             sent, most = [message.tensors["covariances"] for message in messages], message_budget(server.device)
             fits = most is None or sum(each.nbytes for each in sent) <= most
             triangles = torch.cat([each.to(server.device if fits else "cpu") for each in sent])
-            features, classes = self._virtual_features(server, Gaussians(labels, counts, means, triangles))
+            features, classes = self._virtual_features(Gaussians(labels, counts, means, triangles), noise)
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.
             train(features, classes, epochs=epochs, batch_size=batch_size, generator=server.generator("calibration"))
+            if server.device.type == "cuda" and server.round < self.task.rounds:
+                self._ahead.draw_next(server, noise.wanted)
         check_finite(head, "head", server.round, config.server_lr, [means])
 
-    def _virtual_features(self, server: Server, sent: Gaussians) -> tuple[Tensor, Tensor]:
-        """Features of every class that was sent, in proportion to its samples, and their classes."""
-        totals = torch.zeros(self.task.classes, dtype=torch.int64).index_add_(0, sent.labels, sent.counts)
+    def _noise(self, server: Server, labels: Tensor, counts: Tensor) -> Noise:
+        """Draws for features of every class that was sent, in proportion to its samples."""
+        totals = torch.zeros(self.task.classes, dtype=torch.int64).index_add_(0, labels, counts)
         amounts = in_proportion(totals, self.config.virtual_features)
-        generator = server.generator("virtual features")
-        features, classes = draw(sent, amounts, generator=generator, paper_weights=self.config.paper_eq11)
+        wanted = Wanted.of(labels, counts, amounts, self.task.feature_size)
+        return self._ahead.of(server, wanted, aside=server.device.type == "cuda")
+
+    def _virtual_features(self, sent: Gaussians, noise: Noise) -> tuple[Tensor, Tensor]:
+        """Features of the classes that were sent, made from these draws, and their classes."""
+        features, classes = draw(sent, noise, paper_weights=self.config.paper_eq11)
         return features.clamp(min=0) if self.config.clip_virtual else features, classes
 
 

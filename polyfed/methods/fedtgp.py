@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from polyfed.errors import InputError
 from polyfed.methods.base import Reply, Server
 from polyfed.methods.parts.prototypes import DistanceMethod
+from polyfed.methods.parts.separation import separating_steps
 from polyfed.methods.parts.tools import mean_by_class, store_vectors
 from polyfed.methods.parts.trainable import add_trainable, train_prototypes
 
@@ -70,7 +71,9 @@ class FedTGP(DistanceMethod):
         if len(labels) == 0:
             return
         margin = self.margin(vectors, labels).to(server.device)
-        train_prototypes(server, self.task, self.config, vectors, labels, partial(contrastive_loss, margin=margin))
+        loss = partial(contrastive_loss, margin=margin)
+        fused = partial(separating_steps, margin=margin, notes=server.notes)
+        train_prototypes(server, self.task, self.config, vectors, labels, loss, fused)
 
     def margin(self, vectors: Tensor, labels: Tensor) -> Tensor:
         """δ(t), how much farther other classes' client prototypes must be: Eq. 9 of the paper."""

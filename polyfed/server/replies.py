@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from polyfed.errors import BadMessage, DivergedError
-from polyfed.message import Counts, largest
+from polyfed.message import Counts, largest_each
 from polyfed.methods.base import Method, Reply
 
 MOST_SAMPLES = 10**7
@@ -83,19 +85,21 @@ class Door:
         self.bound = bound
         """How many times as large as usual a reply may be; none: no limit."""
         self.most_samples = most_samples
-        self._checks = (self._arrived, self._agreed, self._counted)
 
     def admit(self, round: int, replies: Sequence[Reply], sizes: Sizes) -> tuple[list[Reply], dict[int, str]]:
         """The replies that can be fused, and by client why the others can't; the sizes remember this round."""
         refused: dict[int, str] = {}
-        measured: dict[int, dict[str, float]] = {}
+        sized: dict[int, Mapping[str, Tensor]] = {}
+        arrived = [reply for reply in replies if not reply.failure]
+        certain = self.method.certain([reply.message for reply in arrived])
+        passed = {reply.client for reply, is_certain in zip(arrived, certain, strict=True) if is_certain}
         for reply in replies:
             try:
-                for check in self._checks:
-                    check(reply)
-                measured[reply.client] = self._sizes(reply)
+                self._check(reply, agreed=reply.client in passed)
+                sized[reply.client] = self.method.sized(reply.message)
             except BadMessage as error:
                 refused[reply.client] = str(error)
+        measured = _measured(sized)
         ratios, where = _ratios(measured, sizes)
         for client, ratio in ratios.items():
             if self.bound is not None and ratio > self.bound:
@@ -122,12 +126,12 @@ class Door:
                 "such replies)."
             ) from error
 
-    def _arrived(self, reply: Reply) -> None:
+    def _check(self, reply: Reply, *, agreed: bool) -> None:
         if reply.failure:
             raise BadMessage(reply.failure)
-
-    def _agreed(self, reply: Reply) -> None:
-        self.method.check(reply.message)
+        if not agreed:
+            self.method.check(reply.message)
+        self._counted(reply)
 
     def _counted(self, reply: Reply) -> None:
         """A client claims no more samples, in all its classes together, than a client can have."""
@@ -139,9 +143,14 @@ class Door:
                         f"'{name}' claims {total} samples, more than a client can have ({self.most_samples})."
                     )
 
-    def _sizes(self, reply: Reply) -> dict[str, float]:
-        tensors = self.method.sized(reply.message)
-        return {name: float(largest([tensor])) for name, tensor in tensors.items() if tensor.numel()}
+
+def _measured(sized: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, float]]:
+    """By client, how large each of its tensors is that are not empty."""
+    entries = [(client, name, t) for client, own in sized.items() for name, t in own.items() if t.numel()]
+    found: dict[int, dict[str, float]] = {client: {} for client in sized}
+    for (client, name, _), size in zip(entries, largest_each([t for _, _, t in entries]), strict=True):
+        found[client][name] = size
+    return found
 
 
 def _ratios(measured: Mapping[int, Mapping[str, float]], sizes: Sizes) -> tuple[dict[int, float], dict[int, str]]:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.compute import capturing, compute_threads
+from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
 from polyfed.message import largest
 from polyfed.methods.parts.tools import cross_entropy
+from polyfed.server.replay import Replayed, Step, in_batches
 
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""From (module, vectors, labels) to one value per vector."""
+FusedSteps = Callable[[nn.Module, Tensor, Tensor, float], Step | None]
+"""Makes a step of (module, vectors, labels, learning rate) that needs few kernels; None: there is no such step here."""
 SANE = 1e4
 """Features, logits and weights of networks whose training goes well are smaller than this."""
 _eager = ContextVar("eager", default=False)
 _WORTH_CAPTURING = 100
-"""Steps from which capturing one as a GPU graph costs less than it saves."""
+"""Steps from which capturing some as a GPU graph costs less than it saves."""
 _WORTH_THREADS = 50_000_000
 """Multiplications in a step from which several CPU threads are quicker than one that never waits for another."""
 
@@ -28,62 +34,71 @@ def train_on_vectors(
     vectors: Tensor,
     labels: Tensor,
     *,
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+    loss: Loss | None = None,
     epochs: int = 1,
     batch_size: int = 64,
     lr: float = 0.01,
     generator: torch.Generator,
     work: int | None = None,
+    fused: FusedSteps | None = None,
+    notes: list[str] | None = None,
 ) -> float:
     """Minimise the mean loss over the vectors in shuffled mini-batches; returns the mean loss of the last epoch.
 
     The loss gives one value per vector and is by default the cross entropy of the module's output. `work` is about how
-    many multiplications a step takes; none: as if every weight were used for every vector, forward and backward.
+    many multiplications a step takes; none: as if every weight were used for every vector, forward and backward. On a
+    GPU, steps are captured in graphs, and `fused` may make the same steps with fewer kernels. What is slower than it
+    could be is added to `notes`.
     """
     work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
+    # All at once: a copy for every epoch would let the GPU wait for it.
+    orders = torch.stack([torch.randperm(len(vectors), generator=generator) for _ in range(epochs)]).to(vectors.device)
+    losses = vectors.new_empty(len(vectors))
+    quick = on_gpu(vectors) and not _eager.get()
+    step = fused(module, vectors, labels, lr) if fused and quick else None
+    step = step or sgd_step(module, vectors, labels, lr, loss)
+    epoch: Step = partial(in_batches, step, size=batch_size)
+    if quick and epochs * -(-len(vectors) // batch_size) >= _WORTH_CAPTURING:
+        notes = [] if notes is None else notes
+        epoch = Replayed(step, samples=len(vectors), size=batch_size, epochs=epochs, notes=notes).epoch
+    with _few_threads(work):
+        for order in orders:
+            epoch(order, losses)
+    return float(losses.mean())
 
-    def chunks() -> Iterator[Tensor]:
-        for _ in range(epochs):
-            yield from torch.randperm(len(vectors), generator=generator).to(vectors.device).split(batch_size)
 
-    steps = epochs * -(-len(vectors) // batch_size)
-    size = batch_size if steps >= _WORTH_CAPTURING else None
-    values = take_steps(module, vectors, labels, chunks(), lr, loss=loss, captured=size, work=work)
-    return float(torch.cat(values[-(steps // epochs) :]).mean())
+def on_gpu(vectors: Tensor) -> bool:
+    return vectors.is_cuda
 
 
-def take_steps(
-    module: nn.Module,
-    vectors: Tensor,
-    labels: Tensor,
-    chunks: Iterable[Tensor],
-    lr: float,
-    *,
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
-    captured: int | None = None,
-    work: int = 0,
-) -> list[Tensor]:
-    """A step of SGD on the vectors of each chunk; returns their losses.
+def take_steps(module: nn.Module, vectors: Tensor, labels: Tensor, chunks: Iterable[Tensor], lr: float) -> None:
+    """A step of SGD on the cross entropy of the module's output for the vectors of each chunk, one after another."""
+    step = sgd_step(module, vectors, labels, lr)
+    with _few_threads(0):
+        for rows in chunks:
+            step(rows, vectors.new_empty(len(rows)))
 
-    On a GPU, steps of the size `captured` become a graph. A step with little `work` is quickest on one thread.
-    """
+
+def sgd_step(module: nn.Module, vectors: Tensor, labels: Tensor, lr: float, loss: Loss | None = None) -> Step:
+    """A step of plain SGD on the vectors in some rows, by autograd."""
     loss_of = loss or classification_loss
-    optimiser = torch.optim.SGD(module.parameters(), lr)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def step(chunk: Tensor) -> Tensor:
-        values = loss_of(module, vectors[chunk], labels[chunk])
-        optimiser.zero_grad()
-        values.mean().backward()
-        optimiser.step()
-        return values.detach()
+    def step(rows: Tensor, losses: Tensor) -> None:
+        values = loss_of(module, vectors[rows], labels[rows])
+        # Not by torch.optim, which takes longer than the arithmetic of a small step.
+        gradients = torch.autograd.grad(values.mean(), parameters, allow_unused=True)
+        pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        with torch.no_grad():
+            torch._foreach_add_([p for p, _ in pairs], [g for _, g in pairs], alpha=-lr)
+        losses.copy_(values.detach())
 
-    run: Callable[[Tensor], Tensor] = step
-    if vectors.is_cuda and captured and not _eager.get():
-        run = _Replayed(step, captured)
-    with compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads()):
-        values = [run(chunk) for chunk in chunks]
-    optimiser.zero_grad()
-    return values
+    return step
+
+
+def _few_threads(work: int) -> AbstractContextManager[None]:
+    """Inside, a step with little work uses one thread, which is quickest."""
+    return compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads())
 
 
 @contextmanager
@@ -113,47 +128,3 @@ def check_finite(module: nn.Module, what: str, round: int, lr: float, received: 
         "rate (--lr) or limit the gradient (--set training.clip=10)"
     )
     raise DivergedError(f"the weights of the server's {what} are no longer finite in round {round}: {advice}.")
-
-
-class _Replayed:
-    """A step of fixed size as one graph on the GPU, because launching its small kernels takes longer than running them.
-
-    The first steps run without a graph, because a capture needs that; so does a step of another size, such as an
-    epoch's last.
-    """
-
-    def __init__(self, step: Callable[[Tensor], Tensor], size: int) -> None:
-        self._step = step
-        self._size = size
-        self._plain_steps = 3
-        self._side = torch.cuda.Stream()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._chunk = torch.empty(0)
-        self._values = torch.empty(0)
-
-    def __call__(self, chunk: Tensor) -> Tensor:
-        if len(chunk) != self._size:
-            return self._step(chunk)
-        if self._plain_steps > 0:
-            self._plain_steps -= 1
-            return self._on_side_stream(chunk)
-        if self._graph is None:
-            self._graph = self._capture(chunk)
-        self._chunk.copy_(chunk)
-        self._graph.replay()
-        return self._values.clone()
-
-    def _on_side_stream(self, chunk: Tensor) -> Tensor:
-        current = torch.cuda.current_stream()
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            values = self._step(chunk)
-        current.wait_stream(self._side)
-        return values
-
-    def _capture(self, chunk: Tensor) -> torch.cuda.CUDAGraph:
-        self._chunk = chunk.clone()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
-            self._values = self._step(self._chunk)
-        return graph

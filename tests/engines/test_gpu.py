@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.stacked.captured import WORTH_A_SHAPE
+from polyfed.message import Message
+from polyfed.methods.base import Reply
+from polyfed.server.replies import Door, Sizes
 from tests import support
 from tests.engines import test_dropout, test_frozen, test_global_draws, test_sequences
+from tests.server import test_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda"
@@ -139,3 +144,48 @@ def test_captured_steps_use_the_masks_of_the_loop(tmp_path: Path, network: Any) 
     actual, federation = run(tmp_path, VectorizedEngine, "fedproto", **settings)
     assert all(step._graphs for step in federation.engine._steps.values()) and federation.engine._steps
     assert actual["loss_mean"].to_numpy() == pytest.approx(expected["loss_mean"].to_numpy(), rel=1e-3)
+
+
+def covariances_on_the_gpu(reply: Reply) -> Reply:
+    moved = {**reply.message.tensors, "covariances": reply.message.tensors["covariances"].to(DEVICE)}
+    return Reply(reply.client, Message(moved, reply.message.metadata))
+
+
+def test_a_server_waits_as_often_for_many_clients_as_for_few() -> None:
+    method = support.new_method("dc-pfl")
+    found = []
+    for clients in (3, 3, 24):  # the first time, tables are made
+        server = support.new_server(method)
+        server.device = torch.device(DEVICE)
+        replies = [covariances_on_the_gpu(test_waits.sent(client)) for client in range(clients)]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                accepted, _ = Door(method, 100).admit(1, replies, Sizes())
+                method.aggregate(server, accepted)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found.append(sum("synchroniz" in str(each.message) for each in warned))
+    assert 0 < found[1] == found[2] < 10
+
+
+def test_replies_on_both_devices_are_refused_with_their_reasons() -> None:
+    """Clients 1 and 2 are wrong, one on each device; the others are accepted, and the numbers are the CPU's."""
+    replies = [test_waits.sent(client) for client in range(6)]
+    replies[1] = test_waits.spoiled(replies[1], "covariances", 1, 3, float("nan"))
+    replies[2] = test_waits.spoiled(replies[2], "covariances", 1, support.FEATURES, -1.0)
+    mixed = [covariances_on_the_gpu(reply) if reply.client % 2 else reply for reply in replies]
+    heads = []
+    for given, device in ((replies, "cpu"), (mixed, DEVICE)):
+        method = support.new_method("dc-pfl")
+        server = support.new_server(method)
+        server.device = torch.device(device)
+        accepted, refused = Door(method, 100).admit(1, given, Sizes())
+        assert refused == {
+            1: "'covariances' holds values that are not finite.",
+            2: "'covariances' holds a negative variance.",
+        }
+        method.aggregate(server, accepted)
+        heads.append(server.modules["head"].weight.detach())
+    torch.testing.assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)

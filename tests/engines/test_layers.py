@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional
 
+from polyfed import compute
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.stacked import convolutions, layers
 from tests import support
@@ -315,9 +316,9 @@ def test_without_triton_pytorch_does_it_and_a_reason_is_given(monkeypatch: pytes
     def broken(name: str) -> Any:
         raise RuntimeError("Failed to find\nC compiler")
 
-    monkeypatch.setattr(layers, "import_module", broken)
+    monkeypatch.setattr(compute, "import_module", broken)
     monkeypatch.setattr(layers, "on_gpu", lambda x: True)
-    monkeypatch.setattr(layers, "_tried", layers._tried.__wrapped__)
+    monkeypatch.setattr(layers, "working_kernels", compute.working_kernels.__wrapped__)
     assert layers.kernels() is None
     assert layers.trouble() == "Failed to find C compiler"
     with layers.StackedLayers():

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from polyfed.errors import BadMessage, DivergedError, InputError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge, Method, Reply, Server
+from polyfed.methods.dc_pfl import DCPFL
 from polyfed.methods.parts.gaussians import Gaussians
 from polyfed.methods.parts.statistics import class_covariances
 from polyfed.models import SplitNetwork
@@ -22,6 +23,11 @@ def points(client: int, labels: list[int], counts: list[int] | None = None, scal
     """A client whose samples of class c all lie on the same point, on axis c."""
     tensors = {"means": scale * torch.eye(SIZE)[labels], "covariances": torch.zeros(len(labels), TRIANGLE)}
     return support.reply(client, tensors, labels=labels, counts=counts or [1] * len(labels))
+
+
+def virtual_features(method: Method, sent: Gaussians) -> tuple[Tensor, Tensor]:
+    assert isinstance(method, DCPFL)
+    return method._virtual_features(sent, method._noise(support.new_server(method), sent.labels, sent.counts))
 
 
 def without_covariances(reply: Reply) -> Reply:
@@ -93,7 +99,7 @@ def test_virtual_features_are_exactly_as_many_as_asked() -> None:
     method = support.new_method("dc-pfl")
     labels, counts = torch.tensor([0, 1, 0, 3]), torch.tensor([4, 2, 2, 1])
     sent = Gaussians(labels, counts, torch.randn(4, SIZE), torch.zeros(4, TRIANGLE))
-    features, classes = method._virtual_features(support.new_server(method), sent)
+    features, classes = virtual_features(method, sent)
     assert features.shape == (1000, SIZE)
     assert torch.bincount(classes, minlength=4).tolist() == [667, 222, 0, 111]
 
@@ -104,7 +110,7 @@ def test_virtual_features_may_be_clipped_at_zero() -> None:
         method = support.new_method({"name": "dc-pfl", "clip_virtual": clip})
         message = method.upload(support.trained([9, 0, 0, 0], statistics=own))
         sent = Gaussians(own.labels, own.counts, own.means, message.tensors["covariances"])
-        features, _ = method._virtual_features(support.new_server(method), sent)
+        features, _ = virtual_features(method, sent)
         assert bool((features < 0).any()) is not clip
 
 
@@ -116,7 +122,7 @@ def test_weights_of_the_printed_equation_are_an_option() -> None:
     spreads = []
     for printed in (False, True):
         method = support.new_method({"name": "dc-pfl", "paper_eq11": printed})
-        features, _ = method._virtual_features(support.new_server(method), sent)
+        features, _ = virtual_features(method, sent)
         spreads.append(float(features[:, 0].var()))
     assert spreads[1] == pytest.approx(2 * spreads[0], rel=1e-4)
 

@@ -6,7 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyfed.methods.parts.gaussians import Gaussians, diagonals, draw, factors, in_proportion, pack, pool, possible
+from polyfed.methods.base import Server
+from polyfed.methods.parts.gaussians import (
+    Gaussians,
+    Noise,
+    NoiseAhead,
+    Wanted,
+    diagonals,
+    draw,
+    factors,
+    in_proportion,
+    pack,
+    pool,
+    possible,
+)
 from polyfed.methods.parts.statistics import class_covariances
 
 SIZE = 7
@@ -29,6 +42,11 @@ def sent_by(clients: list[Tensor], labels: list[int]) -> Gaussians:
     counts = torch.tensor([len(features) for features in clients])
     means = torch.stack([features.mean(0) for features in clients])
     return Gaussians(torch.tensor(labels), counts, means, pack(torch.stack([covariance(f) for f in clients])))
+
+
+def noise(sent: Gaussians, amounts: list[int]) -> Noise:
+    generator = torch.Generator().manual_seed(0)
+    return Noise(Wanted.of(sent.labels, sent.counts, torch.tensor(amounts), sent.means.shape[1]), generator)
 
 
 def pooled(clients: list[Tensor], **options: bool) -> tuple[Tensor, Tensor]:
@@ -126,8 +144,7 @@ def test_draws_have_the_pooled_mean_and_covariance() -> None:
     together = torch.cat(clients)
     exact = sent_by(clients, [1, 1])
     sent = exact._replace(means=exact.means.float(), triangles=exact.triangles.float())
-    generator = torch.Generator().manual_seed(0)
-    vectors, labels = draw(sent, torch.tensor([0, 100_000]), generator=generator)
+    vectors, labels = draw(sent, noise(sent, [0, 100_000]))
     assert torch.linalg.matrix_rank(torch.cov(together.T)) == 4
     assert labels.unique().tolist() == [1]
     assert float((vectors.mean(0) - together.mean(0)).abs().max()) < 0.07
@@ -139,7 +156,7 @@ def test_draws_follow_amounts_and_class_order() -> None:
     triangles = torch.zeros(3, 3)
     means = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])
     sent = Gaussians(torch.tensor([0, 2, 2]), torch.tensor([1, 1, 1]), means, triangles)
-    vectors, labels = draw(sent, torch.tensor([2, 0, 3]), generator=torch.Generator().manual_seed(0))
+    vectors, labels = draw(sent, noise(sent, [2, 0, 3]))
     assert labels.tolist() == [0, 0, 2, 2, 2]
     assert vectors[:2].tolist() == [[1.0, 1.0]] * 2  # one sample: its Gaussian is a point
     # Samples 2 and 4 of two clients: mean 3, along one direction only.
@@ -203,3 +220,36 @@ def test_class_covariances_are_unbiased_and_in_order() -> None:
     assert not found.covariances[0].any()
     torch.testing.assert_close(found.covariances[1], torch.cov(features[labels == 2].T))
     torch.testing.assert_close(found.means[1], features[labels == 2].mean(0))
+
+
+def test_noise_drawn_aside_and_in_advance_is_the_same() -> None:
+    """Only the third round in a row with the same amounts finds its noise ready; one that wants other amounts does not.
+
+    17 · 3 + 0 + 5 · 12 draws; parts of fewer than 16 and of no multiple of 16 are drawn in other ways.
+    """
+    clients = samples(3, 1, 2, 3, 2)
+    sent = sent_by(clients, [0, 2, 2, 2, 2])
+    wanted = Wanted.of(sent.labels, sent.counts, torch.tensor([17, 0, 5]), SIZE)
+    assert wanted.shapes == [(17, 3), (0, 0), (5, 12)]
+    other = Wanted.of(sent.labels, sent.counts, torch.tensor([1, 0, 2]), SIZE)
+    ahead = NoiseAhead()
+    rows = torch.zeros(1, dtype=torch.float64)
+    for round, now in enumerate([wanted, wanted, wanted, other, wanted], 1):
+        server = Server(seed=3, round=round)
+        found = ahead.of(server, now, aside=True)
+        assert (ahead._next is not None and found is ahead._next[1]) is (round == 3)
+        plain = Noise(now, server.generator("virtual features"))
+        for one, two in zip(found.like(rows), plain.like(rows), strict=True):
+            assert one.dtype == torch.float64
+            assert torch.equal(one, two)
+        ahead.draw_next(server, now)
+
+
+def test_noise_in_advance_is_not_used_with_another_seed() -> None:
+    wanted, ahead = Wanted((4,), (1,), 2), NoiseAhead()
+    for round in (1, 2):
+        ahead.draw_next(Server(seed=0, round=round), wanted)
+    zeros = torch.zeros(1)
+    expected, other = (next(ahead.of(Server(seed=s, round=3), wanted, aside=False).like(zeros)) for s in (0, 1))
+    assert torch.equal(expected, torch.randn(4, 3, generator=Server(seed=0, round=3).generator("virtual features")))
+    assert not torch.equal(expected, other)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from polyfed.compute import out_of_memory, precision
+from polyfed.compute import all_to_device, out_of_memory, precision
 from polyfed.confusion import Cells, count_each
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
@@ -56,7 +56,8 @@ def changes(population: Population, client: int, state: State, message: Message,
     A sentence names no shape of the client's own: a site sends it to a server that may be hostile.
     """
     method = population.method
-    changed = method.receive(state, on_device(message, population.device), population.knowledge(client, round))
+    (arrived,) = on_device([message], population.device)
+    changed = method.receive(state, arrived, population.knowledge(client, round))
     fresh, allowed = method.kept_fresh, method.receivable
     for name, tensor in changed.items():
         if fresh and name.split(".")[0] not in fresh:
@@ -74,12 +75,12 @@ def changes(population: Population, client: int, state: State, message: Message,
     return changed
 
 
-def on_device(message: Message, device: torch.device) -> Message:
-    """The message with its tensors on the compute device."""
-    return Message(
-        {name: tensor.to(device) for name, tensor in message.tensors.items()},
-        {name: tensor.to(device) for name, tensor in message.metadata.items()},
+def on_device(messages: Sequence[Message], device: torch.device) -> list[Message]:
+    """The messages with their tensors on the compute device, moved there together."""
+    moved = iter(
+        all_to_device([t for m in messages for part in (m.tensors, m.metadata) for t in part.values()], device)
     )
+    return [Message(*({name: next(moved) for name in part} for part in (m.tensors, m.metadata))) for m in messages]
 
 
 def train(population: Population, client: int, network: ClientNetwork, round: int, flops: ClientFlops) -> Reply:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from importlib import import_module
 from operator import index
 from typing import Any, NamedTuple
 
@@ -22,9 +20,11 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from polyfed.compute import working_kernels
 from polyfed.engines.stacked.convolutions import MOST_VALUES, Way, Windows, way
 from polyfed.engines.stacked.sequences import UNFUSED
 
+_KERNELS = "polyfed.engines.stacked.kernels"
 DTYPES = (torch.float32, torch.bfloat16)
 _wanted = ContextVar("wanted", default=True)
 
@@ -53,7 +53,7 @@ def on_gpu(x: Any) -> bool:
 
 def kernels() -> Any:
     """Our kernels, or None where they can't run or are not wanted."""
-    return _tried()[0] if _wanted.get() else None
+    return working_kernels(_KERNELS, _trial)[0] if _wanted.get() else None
 
 
 @contextmanager
@@ -68,19 +68,12 @@ def without_kernels() -> Iterator[None]:
 
 def trouble() -> str | None:
     """Why our kernels can't run here, if they can't."""
-    return _tried()[1]
+    return working_kernels(_KERNELS, _trial)[1]
 
 
-@cache
-def _tried() -> tuple[Any, str | None]:
-    """Whether Triton, which compiles the kernels, is there and finds all that it needs (a C compiler, a known GPU)."""
-    try:
-        module = import_module("polyfed.engines.stacked.kernels")
-        some = torch.zeros(1, 1, 1, 3, 3, device="cuda" if torch.cuda.is_available() else "cpu")
-        module.convolve(some, some, None, (0, 0))
-    except Exception as error:  # whatever it is, PyTorch's own kernels still work
-        return None, " ".join(str(error).split())[:200]
-    return module, None
+def _trial(module: Any, device: str) -> None:
+    some = torch.zeros(1, 1, 1, 3, 3, device=device)
+    module.convolve(some, some, None, (0, 0))
 
 
 def convolution(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from polyfed.compute import to_device
 from polyfed.confusion import Cells, count_each
 from polyfed.data import Dataset
 from polyfed.engines.client.probing import ask, probe_samples
@@ -30,7 +31,7 @@ def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
     table = torch.full((len(samples), longest), -1, dtype=torch.int64)
     for row, each in zip(table, samples, strict=True):
         row[: len(each)] = each
-    return table.to(device)
+    return to_device(table, device)
 
 
 def in_chunks(
@@ -85,15 +86,17 @@ def collect(
     sums = torch.zeros(groups + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)
     sums.index_add_(0, group, vectors.double())
     counts = torch.stack([population.counts[client] for client in clients])
-    found = means_from_sums(sums[:-1].cpu(), counts.flatten())
+    found = means_from_sums(sums[:-1], counts.flatten())
     covariances: Sequence[Tensor | None] = [None] * len(clients)
     seen = (counts > 0).sum(1).tolist()
     if wanted.covariance:
         ordered = vectors[group.argsort(stable=True)[: int(counts.sum())]]
-        middle = found.means.to(vectors.device)
         number = torch.arange(len(found.counts)).repeat_interleave(found.counts)
-        covariances = group_covariances(ordered - middle[number.to(vectors.device)], found.counts).split(seen)
-    labels, numbers, means = (part.split(seen) for part in (found.labels % classes, found.counts, found.means))
+        away = ordered - found.means[to_device(number, vectors.device)]
+        covariances = group_covariances(away, found.counts).split(seen)
+    # Last, when everything else is queued: this waits for the GPU.
+    parts_of_all = (found.labels % classes, found.counts, found.means.cpu())
+    labels, numbers, means = (part.split(seen) for part in parts_of_all)
     return [ClassStatistics(*own) for own in zip(labels, numbers, means, covariances, strict=True)]
 
 

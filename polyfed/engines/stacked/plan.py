@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from polyfed.compute import to_device
 from polyfed.engines.client.batches import Epoch, epochs
 from polyfed.message import State
 from polyfed.methods.base import Phase
@@ -35,7 +36,7 @@ class Plan:
 
     def on(self, device: torch.device) -> Plan:
         """The same with its inputs on the compute device."""
-        return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()})
+        return replace(self, inputs={name: to_device(tensor, device) for name, tensor in self.inputs.items()})
 
     def at(self, step: int) -> State:
         """The inputs of one step."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from polyfed.compute import all_to_device, to_device
+
 _LARGEST_BLOCK = 1 << 27
 """Numbers in the covariances and vectors that are processed at once."""
 
@@ -37,9 +39,13 @@ def class_means(vectors: Tensor, labels: Tensor, classes: int) -> ClassStatistic
 
 
 def means_from_sums(sums: Tensor, counts: Tensor) -> ClassStatistics:
-    """Class means from sums [classes, size] and counts [classes]; classes without samples are left out."""
+    """Class means from sums [classes, size] and counts [classes]; classes without samples are left out.
+
+    Sums on a GPU with counts on the CPU give means on the GPU, and nobody waits for it.
+    """
     seen = counts.nonzero().flatten()
-    return ClassStatistics(seen, counts[seen], (sums[seen] / counts[seen, None]).float())
+    own, divisors = (to_device(each, sums.device) for each in (seen, counts[seen, None]))
+    return ClassStatistics(seen, counts[seen], (sums[own] / divisors).float())
 
 
 def class_covariances(vectors: Tensor, labels: Tensor, classes: int) -> ClassStatistics:
@@ -67,7 +73,8 @@ def group_covariances(away: Tensor, counts: Tensor) -> Tensor:
             places = torch.arange(width).expand(len(groups), -1)
             inside = (places < counts[groups, None])[..., None]
             rows = (starts[groups, None] + places).clamp(max=len(away) - 1)
-            block = torch.where(inside.to(device), away[rows.to(device)], 0.0)
             divisors = (counts[groups] - 1).clamp(min=1)[:, None, None]
-            covariances[groups.to(device)] = (block.mT @ block / divisors.to(device)).float()
+            inside, rows, divisors, groups = all_to_device([inside, rows, divisors, groups], device)
+            block = torch.where(inside, away[rows], 0.0)
+            covariances[groups] = (block.mT @ block).div_(divisors).float()
     return covariances

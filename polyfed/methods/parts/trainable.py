@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyfed.methods.base import Server, Task
 from polyfed.methods.parts.tools import store_vectors
-from polyfed.server.training import check_finite, train_on_vectors
+from polyfed.server.training import FusedSteps, check_finite, train_on_vectors
 
 PrototypeLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From (global prototypes, client prototypes, their classes) to one value per client prototype."""
@@ -51,9 +51,18 @@ def add_trainable(server: Server, task: Task, *, network: bool = True) -> None:
 
 
 def train_prototypes(
-    server: Server, task: Task, config: ServerTraining, vectors: Tensor, labels: Tensor, loss_of: PrototypeLoss
+    server: Server,
+    task: Task,
+    config: ServerTraining,
+    vectors: Tensor,
+    labels: Tensor,
+    loss_of: PrototypeLoss,
+    fused: FusedSteps | None = None,
 ) -> None:
-    """Train the server's prototypes on a round's client prototypes and keep those that will be sent."""
+    """Train the server's prototypes on a round's client prototypes and keep those that will be sent.
+
+    `fused` may make steps on the same loss for a GPU.
+    """
     prototypes = server.modules["prototypes"].to(server.device)
 
     def loss(module: nn.Module, chosen: Tensor, classes: Tensor) -> Tensor:
@@ -69,6 +78,8 @@ def train_prototypes(
         lr=config.server_lr,
         generator=server.generator("prototypes"),
         work=6 * task.classes * task.feature_size**2,
+        fused=fused,
+        notes=server.notes,
     )
     check_finite(prototypes, "prototypes", server.round, config.server_lr, [vectors])
     # A class that nobody has uploaded has a prototype too, pushed away from all others.

@@ -1,0 +1,166 @@
+"""Steps of the server's training as graphs: which are made, in which order, and how many graphs there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyfed.methods.parts.tools import cross_entropy
+from polyfed.server import replay
+from polyfed.server.replay import Replayed, in_batches
+from polyfed.server.training import Loss, eager, sgd_step, train_on_vectors
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where steps are captured")
+
+
+class Recorded:
+    """Steps that write down their rows, and whose loss is a row's number plus a hundred for each step before."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    def __call__(self, rows: Tensor, losses: Tensor) -> None:
+        losses.copy_(rows + 100 * len(self.rows))
+        self.rows.append(rows.tolist())
+
+
+class Graph:
+    """What stands for a graph without a GPU: it makes the steps of a span again."""
+
+    made = 0
+    replays = 0
+
+    def __init__(self, span: replay._Span) -> None:
+        self._span = span
+        Graph.made += 1
+
+    def replay(self) -> None:
+        Graph.replays += 1
+        self._span._take()
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(span: replay._Span) -> None:
+        span._take()
+        span._plain_steps += -(-len(span._rows) // span._size)
+
+    monkeypatch.setattr(replay._Span, "_plain", plain)
+    monkeypatch.setattr(replay._Span, "_captured", lambda span: Graph(span))
+    monkeypatch.setattr(Graph, "made", 0)
+    monkeypatch.setattr(Graph, "replays", 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "epochs", "graphs"),
+    [
+        (1000, 10, 5, 1),  # ten steps in a graph, nothing left
+        (1000, 10, 1, 1),  # two steps in a graph
+        (997, 10, 5, 2),  # nine full steps and a short one are left of an epoch
+        (1000, 1, 1, 1),  # one epoch alone: twenty in a graph
+        (1010, 10, 1, 1),  # what is left of the only epoch is not worth a graph
+        (7, 3, 60, 2),  # an epoch shorter than a graph could be
+        (2, 3, 200, 1),  # short batches only
+        (4, 4, 2, 0),  # too few steps
+    ],
+)
+def test_every_step_is_made_in_order(without_gpu: None, samples: int, size: int, epochs: int, graphs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(samples, generator=generator) for _ in range(epochs)]
+    expected, actual = Recorded(), Recorded()
+    training = Replayed(actual, samples=samples, size=size, epochs=epochs, notes=[])
+    for order in orders:
+        found = [torch.zeros(samples), torch.zeros(samples)]
+        in_batches(expected, order, found[0], size)
+        training.epoch(order, found[1])
+        assert torch.equal(found[0], found[1])
+    assert actual.rows == expected.rows
+    assert Graph.made == graphs
+    assert (Graph.replays > 0) == (graphs > 0)
+
+
+def test_most_of_many_steps_are_replayed(without_gpu: None) -> None:
+    """10 000 steps: four graphs of 25 steps in each of a hundred epochs, of which one is made without a graph."""
+    training = Replayed(Recorded(), samples=1000, size=10, epochs=100, notes=[])
+    for _ in range(100):
+        training.epoch(torch.arange(1000), torch.zeros(1000))
+    assert (Graph.made, Graph.replays) == (1, 399)
+
+
+def test_steps_that_cannot_be_captured_are_made_with_a_note(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def refused(*given: object) -> None:
+        attempts.append(given)
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(replay._Span, "_plain", replay._Span._take)
+    monkeypatch.setattr(replay, "_PLAIN_STEPS", 0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(replay, "capturing", refused)
+    notes: list[str] = []
+    step = Recorded()
+    training = Replayed(step, samples=10, size=5, epochs=100, notes=notes)
+    for _ in range(100):
+        training.epoch(torch.arange(10), torch.zeros(10))
+    assert len(step.rows) == 200
+    assert len(attempts) == 1
+    assert notes == [
+        "the server's steps can't be captured on the GPU and take longer "
+        "(operation not permitted when stream is capturing)"
+    ]
+
+
+def test_a_batch_step_by_hand() -> None:
+    """One weight w = 1, loss (w·x)²/2 of x = 1 and x = 3: the mean gradient is (1 + 9)/2 = 5, so w becomes 0.5."""
+    module = nn.Linear(1, 1, bias=False)
+    module.weight.data.fill_(1.0)
+    vectors, losses = torch.tensor([[1.0], [7.0], [3.0]]), torch.zeros(2)
+
+    def loss(net: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        values: Tensor = net(x)[:, 0] ** 2 / 2
+        return values
+
+    sgd_step(module, vectors, torch.zeros(3, dtype=torch.int64), 0.1, loss)(torch.tensor([0, 2]), losses)
+    assert float(module.weight.detach()) == pytest.approx(0.5)
+    assert losses.tolist() == [0.5, 4.5]
+
+
+def own_loss(module: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
+    return 2 * cross_entropy(module(vectors), labels)
+
+
+@needs_gpu
+@pytest.mark.parametrize("loss", [None, own_loss])
+@pytest.mark.parametrize(("samples", "size", "epochs"), [(60, 5, 40), (58, 5, 40), (200, 1, 1)])
+def test_captured_steps_are_those_of_the_loop(samples: int, size: int, epochs: int, loss: Loss | None) -> None:
+    """By autograd: the weights, the mean loss of the last epoch and what is drawn afterwards."""
+    torch.manual_seed(0)
+    vectors, labels = torch.randn(samples, 8).cuda(), torch.arange(samples).cuda() % 4
+    weights, means, states = [], [], []
+    for captured in (True, False):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
+        generator, notes = torch.Generator().manual_seed(2), list[str]()
+        settings = {
+            "epochs": epochs,
+            "batch_size": size,
+            "lr": 0.1,
+            "generator": generator,
+            "notes": notes,
+            "loss": loss,
+        }
+        if captured:
+            means.append(train_on_vectors(module, vectors, labels, **settings))
+        else:
+            with eager():
+                means.append(train_on_vectors(module, vectors, labels, **settings))
+        assert notes == []
+        assert all(parameter.grad is None for parameter in module.parameters())
+        weights.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+        states.append(generator.get_state())
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-4)
+    assert means[0] == pytest.approx(means[1], rel=1e-3)
+    assert torch.equal(states[0], states[1])
