@@ -6,7 +6,7 @@ TESTED := $(VENV)/ready-for-tests
 PICTURES := $(VENV)/ready-for-pictures
 FLOWER := $(VENV)/ready-for-federations
 
-.PHONY: demo federation test test-long test-federation lint bench learn clean
+.PHONY: demo federation test test-long test-federation lint bench learn results clean
 
 demo: $(READY)
 	$(VENV)/bin/polyfed run fedproto --rounds 15
@@ -41,6 +41,10 @@ bench: $(READY)
 # Whether methods learn; others and options go through ARGS: make learn ARGS="standalone fedtgp --out runs/fedtgp"
 learn: $(PICTURES)
 	$(VENV)/bin/polyfed compare $(or $(ARGS),standalone fedproto --seeds 0-2 --rounds 5 --out runs/learn)
+
+# docs/results.md and its pictures, from the records in papers/results and the published numbers
+results: $(PICTURES)
+	$(VENV)/bin/python -m papers.page
 
 clean:
 	rm -rf $(VENV) build *.egg-info

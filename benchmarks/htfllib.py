@@ -6,11 +6,13 @@
 Nothing is fetched. Both sides train the same networks (polyfed's, put into HtFLlib as models of its own) on the same
 samples of the same clients, with the same batch size and number of steps, on clients and on the server. They take
 turns, each in a process of its own, and every round ends with an evaluation of all clients, as it does in HtFLlib by
-default. Prints the median seconds of a round on each side, their ratio, and both commits.
+default. Prints two Markdown tables: the median seconds of a round on each side with their ratio, and what was counted
+in a round on each side. A ratio is printed only if both sides did the same work.
 
-HtFLlib is imported from the checkout as it is; its files go into a temporary folder. It keeps its models as pickled
-modules, which PyTorch 2.6 and later only load if TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: it is, for that process.
-A method whose packages are not installed is named with what it lacks.
+HtFLlib is imported from the checkout as it is; its files go into a temporary folder. Only system/flcore and
+system/utils are needed. It keeps its models as pickled modules, which PyTorch 2.6 and later only load if
+TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: it is, for that process. It needs scikit-learn; packages that it only imports
+are replaced by empty modules if they are not installed.
 """
 
 from __future__ import annotations
@@ -21,176 +23,200 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import Namespace
-from dataclasses import replace
-from functools import partial
-from importlib import import_module
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from htfllib_sides import SERVERS, Measured, ours, theirs
 
-from polyfed.assemble import assemble, find_device
-from polyfed.bench import noise, timed
+from polyfed.assemble import find_device
 from polyfed.compute import machine_name
-from polyfed.config import Experiment, experiment
-from polyfed.data import ClientData
-from polyfed.engines import new_engine
 from polyfed.errors import first_line
-from polyfed.population import Population
-from polyfed.records import RunFolder
-from polyfed.server.federation import Federation
+from polyfed.methods import find_method
 
 HERE = Path(__file__).resolve().parents[1]
-SERVERS = {
-    "fedproto": "serverproto:FedProto", "fedtgp": "servertgp:FedTGP", "lg-fedavg": "serverlg:LG_FedAvg",
-    "fml": "serverfml:FML", "fd": "serverfd:FD", "fedgh": "servergh:FedGH", "fedkd": "serverkd:FedKD",
-    "fedmrl": "servermrl:FedMRL", "fedgen": "servergen:FedGen",
-}  # fmt: skip
-"""By polyfed's name: HtFLlib's module and class."""
-SERVER_EPOCHS, SHARED_FEATURES, HIDDEN, NOISE = 100, 128, 512, 512
-"""HtFLlib's defaults for what a server trains, for FedMRL's common network and for FedGen's generator."""
-WARM_UP = 2
-"""Rounds before the clock counts, on both sides."""
+SIDES = {"theirs": "HtFLlib", "ours": "polyfed"}
+EQUAL = (
+    "client steps", "samples trained", "parameters updated, clients", "server steps", "parameters updated, server",
+    "samples evaluated", "samples gathered", "numbers factored",
+)  # fmt: skip
+"""What both sides must do equally often in a round."""
+_TWICE = "HtFLlib's gradients also run through the network that the other learns from; polyfed detaches it"
+DIFFERENT = {
+    "fedproto": {"samples gathered": "polyfed averages features in a pass after training, HtFLlib while it trains"},
+    "fedtgp": {"operations": "distances are matrix products in HtFLlib; polyfed's, from differences, are not counted"},
+    "fml": {"operations": _TWICE},
+    "fedkd": {"operations": _TWICE},
+    "fedgen": {
+        "operations": "only polyfed has the paper's guidance and its term for diversity, and only HtFLlib's clients "
+        "compute gradients of the generator, which nobody uses"
+    },
+}
+"""By method, what is done differently on purpose, and why."""
 
 
-def options_of(method: str, batch: int) -> dict[str, Any]:
-    """polyfed's options that make a method do as many steps, of the same size, as HtFLlib's defaults."""
-    return {
-        "fedtgp": {"server_epochs": SERVER_EPOCHS, "server_batch_size": batch},
-        "fedgh": {"server_epochs": SERVER_EPOCHS, "server_batch_size": batch},
-        "fedmrl": {"shared_features": SHARED_FEATURES},
-        "fedgen": {"server_steps": SERVER_EPOCHS, "server_batch": batch, "hidden": HIDDEN, "noise": NOISE},
-    }.get(method, {})
+@dataclass
+class Turns:
+    """What was measured of a method on both sides."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    first: dict[str, float] = field(default_factory=dict)
+    work: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, side: str, found: Measured) -> None:
+        self.seconds[side] += found.seconds
+        self.first.setdefault(side, found.first)
+        self.work[side] = found.work
 
 
-def setting(given: Namespace, method: str) -> tuple[Experiment, Population]:
-    """The experiment and its clients, each with its own block of images to train on and one to test on."""
-    config = experiment(
-        method={"name": method, **options_of(method, given.batch)}, data="python:noise", models=given.models,
-        clients=given.clients, partition="iid", rounds=10_000, batch_size=given.batch, lr=0.01, engine=given.engine,
-        device=given.device, eval_every=10_000 if given.no_evaluation else 1, checkpoint_every=10_000,
-    )  # fmt: skip
-    size = given.images + given.tests
-    blocks = torch.arange(given.clients * size).split(size)
-    none = torch.empty(0, dtype=torch.int64)
-    data = {number: ClientData(own[: given.images], none, own[given.images :]) for number, own in enumerate(blocks)}
-    return config, replace(assemble(config, noise(given.clients * size)), data=data)
+def unequal(method: str, work: Mapping[str, Mapping[str, int]]) -> str:
+    """Where the two sides did not do the same, in a sentence; empty if they did."""
+    there, here = work["theirs"], work["ours"]
+    found = [
+        f"{name}: {there.get(name, 0):,} in HtFLlib, {here.get(name, 0):,} in polyfed"
+        for name in EQUAL
+        if there.get(name, 0) != here.get(name, 0) and name not in DIFFERENT.get(method, {})
+    ]
+    return f"the two sides do not do the same work ({'; '.join(found)})" if found else ""
 
 
-def ours(given: Namespace, method: str) -> list[float]:
-    """Seconds of polyfed's rounds."""
-    config, clients = setting(given, method)
-    runner = new_engine(given.engine, clients)
-    run = Federation(config, clients.method, runner, RunFolder.create(Path("run"), config))
-    try:
-        rounds = range(1, WARM_UP + given.rounds + 1)
-        return [timed(partial(run.round, number), clients.device) for number in rounds][WARM_UP:]
-    finally:
-        runner.close()
+def title_of(method: str) -> str:
+    """What papers call a method."""
+    return find_method(method).title
 
 
-class Body(nn.Module):
-    """A network of polyfed as HtFLlib expects one: it replaces `fc` by a layer that gives the number of features."""
-
-    def __init__(self, extractor: nn.Module) -> None:
-        super().__init__()
-        self.extractor = extractor
-        self.fc: nn.Module = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        features: Tensor = self.fc(self.extractor(x))
-        return features
+def seconds_row(method: str, turns: Turns) -> str:
+    """A line of the first table."""
+    slow, fast = (median(turns.seconds[side]) for side in SIDES)
+    first = " | ".join(f"{turns.first[side]:.3g}" for side in SIDES)
+    return f"| {title_of(method)} | {slow:.3g} | {fast:.3g} | {slow / fast:.1f} | {first} |"
 
 
-def theirs(given: Namespace, method: str) -> list[float]:
-    """Seconds of HtFLlib's rounds, by its own clock. Runs in a folder of its own, into which HtFLlib writes."""
-    sys.path.insert(0, str(given.checkout.resolve() / "system"))
-    _, clients = setting(given, method)
-    write_data(clients, Path("dataset/noise"))
-    Path("system").mkdir()
-    os.chdir("system")  # HtFLlib looks for ../dataset
-    networks = [Body(clients.task.new_model(clients.architectures[number]).extractor) for number in clients.clients]
-    common = Body(clients.task.new_model(clients.task.auxiliary).extractor)
-    import_module("flcore.trainmodel.models").networks = [*networks, common]  # type: ignore[attr-defined]
-    module, name = SERVERS[method].split(":")
-    server = getattr(import_module(f"flcore.servers.{module}"), name)(arguments(given, method, clients), 0)
-    server.save_results = lambda: None  # nobody reads them
-    server.train()
-    return [float(seconds) for seconds in server.Budget[WARM_UP:]]
+def work_row(method: str, turns: Turns) -> str:
+    """A line of the second table: one number where both sides agree, otherwise both."""
+    there, here = (turns.work[side] for side in SIDES)
+    cells = [cell(there.get(name, 0), here.get(name, 0)) for name in EQUAL]
+    operations = " / ".join(f"{side.get('operations', 0) / 1e9:.4g}" for side in (there, here))
+    return f"| {title_of(method)} | {' | '.join(cells)} | {operations} |"
 
 
-def write_data(clients: Population, folder: Path) -> None:
-    """The clients' samples in the format of HtFLlib, which reads them anew in every round."""
-    for part in ("train", "test"):
-        (folder / part).mkdir(parents=True)
-        for number, own in clients.data.items():
-            x, y = clients.dataset.batch(getattr(own, part))
-            np.savez_compressed(folder / part / f"{number}.npz", data={"x": x.numpy(), "y": y.numpy()})  # type: ignore[arg-type]
+def cell(there: int, here: int) -> str:
+    """A count of both sides.
+
+    >>> cell(1000, 1000), cell(0, 1000)
+    ('1,000', '0 / 1,000')
+    """
+    return f"{there:,}" if there == here else f"{there:,} / {here:,}"
 
 
-def arguments(given: Namespace, method: str, clients: Population) -> Namespace:
-    """What HtFLlib's command line would give, with its defaults for all that is not compared."""
-    return Namespace(
-        algorithm=method, dataset="noise", goal="test", device=clients.device.type, num_classes=clients.task.classes,
-        models=[f"networks[{number}]" for number in range(given.clients)], global_model="networks[-1]",
-        num_clients=given.clients, join_ratio=1.0, random_join_ratio=False, batch_size=given.batch, local_epochs=1,
-        local_learning_rate=0.01, learning_rate_decay=False, global_rounds=WARM_UP + given.rounds - 1, top_cnt=100,
-        eval_gap=10_000 if given.no_evaluation else 1, auto_break=False, save_folder_name="temp",
-        models_folder_name="", few_shot=0, client_drop_rate=0.0, train_slow_rate=0.0, send_slow_rate=0.0,
-        time_select=False, time_threthold=10_000, feature_dim=clients.task.feature_size, lamda=1.0, alpha=1.0,
-        beta=1.0, mentee_learning_rate=0.01, T_start=0.95, T_end=0.98, server_learning_rate=0.01,
-        server_epochs=SERVER_EPOCHS, margin_threthold=100.0, noise_dim=NOISE, hidden_dim=HIDDEN,
-        generator_learning_rate=0.005, sub_feature_dim=SHARED_FEATURES,
-    )  # fmt: skip
+class Side:
+    """A process in which one side runs, method after method; one that takes too long is ended and started anew."""
+
+    def __init__(self, name: str, arguments: list[str], timeout: float) -> None:
+        self.name = name
+        self._arguments, self._timeout = arguments, timeout
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the side
+
+    def measure(self, method: str) -> Measured | str:
+        """One turn, or why there is none."""
+        process = self._process = self._process or self._started()
+        assert process.stdin and process.stdout
+        timer = threading.Timer(self._timeout, process.kill)
+        begin = time.perf_counter()
+        timer.start()
+        try:
+            process.stdin.write(f"{method}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            self._process = None
+            status = process.wait()
+            if time.perf_counter() - begin >= self._timeout:
+                return f"takes longer than {self._timeout:g} s (--timeout)"
+            return f"ends with status {status}: {self._last_words()}"
+        answer = json.loads(line)
+        return answer["failure"] if "failure" in answer else Measured(**answer)
+
+    def _started(self) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(HERE)}
+        if self.name == "theirs":
+            environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+        command = [sys.executable, str(Path(__file__).resolve()), *self._arguments, "--side", self.name]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
+        )
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return (self._errors.read().strip().splitlines() or ["no output"])[-1]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
 
 
-def in_own_process(side: str, method: str) -> list[float] | str:
-    """The seconds that a side measures, or why it can't."""
-    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"} if side == "theirs" else dict(os.environ)
-    environment["PYTHONPATH"] = str(HERE)
-    with tempfile.TemporaryDirectory(prefix="polyfed-htfllib-") as folder:
-        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--side", side, "--methods", method]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        found = Path(folder) / "seconds.json"
-        if done.returncode == 0 and found.is_file():
-            seconds: list[float] = json.loads(found.read_text())
-            return seconds
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    if last.startswith("ModuleNotFoundError: No module named "):
-        return f"needs the package {last.rsplit(maxsplit=1)[-1]}, which is not installed"
-    return f"fails: {first_line(RuntimeError(last))}"
+def work_as(side: str, given: Namespace) -> None:
+    """What a side's process does: a turn for each line with a method's name, answered by a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    measure = ours if side == "ours" else theirs
+    for line in sys.stdin:
+        with tempfile.TemporaryDirectory(prefix="polyfed-htfllib-") as folder, redirect_stdout(sys.stderr):
+            os.chdir(folder)
+            try:
+                answer = asdict(measure(given, line.strip()))
+            except Exception as error:  # whatever it is, the others continue
+                answer = {"failure": f"fails: {type(error).__name__}: {first_line(error)}"}
+            os.chdir(HERE)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
-def compare(given: Namespace, method: str) -> str:
-    """One row: both sides in turn, as often as asked."""
-    seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
-    for _ in range(given.repeats):
-        for side, all_seconds in seconds.items():
-            found = in_own_process(side, method)
+def compare(method: str, sides: Mapping[str, Side], repeats: int) -> Turns | str:
+    """A method on both sides in turn, as often as asked; or why that failed."""
+    turns = Turns()
+    for _ in range(repeats):
+        for name, side in sides.items():
+            found = side.measure(method)
             if isinstance(found, str):
-                return f"{method:10} {'HtFLlib' if side == 'theirs' else 'polyfed'} {found}"
-            all_seconds += found
-    slow, fast = median(seconds["theirs"]), median(seconds["ours"])
-    return f"{method:10} {slow:10.4f} {fast:10.4f} {slow / fast:8.1f}"
+                return f"{SIDES[name]} {found}"
+            turns.add(name, found)
+            for package in found.stand_ins:
+                print(f"{package} is not installed; HtFLlib gets an empty module for it.", file=sys.stderr)
+    return unequal(method, turns.work) or turns
 
 
 def commit(folder: Path) -> str:
     """The commit of a checkout, and whether files differ from it."""
-    git = partial(subprocess.run, cwd=folder, capture_output=True, text=True, check=False)
-    found, changed = git(["git", "rev-parse", "HEAD"]), git(["git", "status", "--porcelain", "-uno"])
-    if found.returncode != 0:
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    # A copy inside another repository must not be taken for that one.
+    if not (root := git("rev-parse", "--show-toplevel")) or Path(root).resolve() != folder.resolve():
         return "of an unknown commit"
-    return found.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+    return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain", "-uno") else "")
 
 
-def parsed() -> tuple[Namespace, argparse.ArgumentParser]:
+def parsed(words: list[str] | None = None) -> Namespace:
+    """The arguments, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, required=True, help="a checkout of HtFLlib")
+    parser.add_argument("--commits", nargs=2, metavar=("HTFLLIB", "POLYFED"), help="where git can't tell them")
     parser.add_argument("--methods", default=",".join(SERVERS))
     parser.add_argument("--models", default="papers", help="networks of polyfed; default: the five CNNs")
     parser.add_argument("--clients", type=int, default=20)
@@ -198,36 +224,91 @@ def parsed() -> tuple[Namespace, argparse.ArgumentParser]:
     parser.add_argument("--tests", type=int, default=160, help="to test on, per client")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, per turn")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each side")
+    parser.add_argument("--repeats", type=int, default=1, help="turns of each side")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that a turn may take")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--engine", default="auto", help="polyfed's engine")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of CPU time, for a busy machine without a GPU")
     parser.add_argument("--no-evaluation", action="store_true", help="train only")
-    parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
-    return parser.parse_args(), parser
-
-
-def main() -> None:
-    given, parser = parsed()
+    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
+    given = parser.parse_args(words)
+    given.checkout = given.checkout.resolve()
+    given.methods = given.methods.split(",")
     if given.images % given.batch:
         parser.error(f"--images {given.images} is no multiple of --batch {given.batch}: HtFLlib drops the last batch.")
+    if given.cpu_time and find_device(given.device).type != "cpu":
+        parser.error("--cpu-time does not see what a GPU does: add --device cpu, or leave it out.")
     if not (given.checkout / "system" / "flcore").is_dir():
         parser.error(f"'{given.checkout}' is no checkout of HtFLlib: it has no folder system/flcore.")
-    methods = given.methods.split(",")
-    unknown = [method for method in methods if method not in SERVERS]
+    unknown = [method for method in given.methods if method not in SERVERS]
     if unknown:
         parser.error(f"'{unknown[0]}' is not among the methods that both have: {', '.join(SERVERS)}.")
+    return given
+
+
+@contextmanager
+def both_sides(given: Namespace) -> Iterator[dict[str, Side]]:
+    """The two processes."""
+    words = [*sys.argv[1:], "--checkout", str(given.checkout)]  # the last one counts
+    sides = {name: Side(name, words, given.timeout) for name in SIDES}
+    try:
+        yield sides
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def heading(given: Namespace) -> str:
+    """What was compared, where and when."""
+    there, here = given.commits or (commit(given.checkout), commit(HERE))
+    clock = "seconds of CPU time" if given.cpu_time else "seconds"
+    evaluated = "no evaluation" if given.no_evaluation else f"evaluated on {given.tests} images each after every round"
+    return (
+        f"HtFLlib {there}, polyfed {here}; {machine_name(find_device(given.device))}, torch {torch.__version__}, "
+        f"{time.strftime('%d %B %Y')}.\n{given.clients} clients ({given.models}) with {given.images} images each, "
+        f"batch {given.batch}, one epoch, {evaluated}; {clock}, "
+        f"median of {given.repeats * given.rounds} rounds."
+    )
+
+
+def table_head(*columns: str) -> str:
+    """The first two lines of a Markdown table of methods, with numbers in all other columns.
+
+    >>> print(table_head("seconds"))
+    | method | seconds |
+    |---|---:|
+    """
+    return f"| method | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}"
+
+
+def main() -> int:
+    given = parsed()
     if given.side:
-        seconds = Path("seconds.json").resolve()
-        seconds.write_text(json.dumps((ours if given.side == "ours" else theirs)(given, methods[0])))
-        return
-    sys.argv[1:] = [*sys.argv[1:], "--checkout", str(given.checkout.resolve())]  # the last one counts
-    print(f"HtFLlib {commit(given.checkout)}, polyfed {commit(HERE)}")
-    print(f"{machine_name(find_device(given.device))}, torch {torch.__version__}, {time.strftime('%d %B %Y')}")
-    print(f"{given.clients} clients ({given.models}), {given.images} images each, batch {given.batch}, one epoch")
-    print(f"{'method':10} {'HtFLlib, s':>10} {'polyfed, s':>10} {'ratio':>8}")
-    for method in methods:
-        print(compare(given, method), flush=True)
+        work_as(given.side, given)
+        return 0
+    print(f"{heading(given)}\n", flush=True)
+    print(table_head("HtFLlib, s", "polyfed, s", "times faster", "first round: HtFLlib, s", "polyfed, s"), flush=True)
+    done: dict[str, Turns] = {}
+    failures: list[str] = []
+    with both_sides(given) as sides:
+        for method in given.methods:
+            found = compare(method, sides, given.repeats)
+            if isinstance(found, Turns):
+                done[method] = found
+                print(seconds_row(method, found), flush=True)
+            else:
+                failures.append(f"{title_of(method)}: {found}.")
+                print(f"| {title_of(method)} | failed, see below | | | | |", flush=True)
+    print("\nDone in one round, in HtFLlib / in polyfed where they differ:\n")
+    print(table_head(*EQUAL, "operations, 10⁹"))
+    for method, turns in done.items():
+        print(work_row(method, turns))
+    reasons = [
+        f"{title_of(method)}, {what}: {why}." for method in done for what, why in DIFFERENT.get(method, {}).items()
+    ]
+    print("\n".join(["", *reasons, *failures]))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -147,19 +147,6 @@ def without_search() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Inside, a GPU multiplies 32-bit floats without TF32."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
-
-
 def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[object]:
     """Inside, layers multiply in bfloat16 if asked to; losses, weights and updates stay in 32 bits."""
     if not bf16:

@@ -87,7 +87,7 @@ def _draw_curves(curves: pd.DataFrame, swept: Sequence[str], folder: Path, metri
     figure, axes = drawing.new_figure((1.5 + 4.5 * columns, 3.6 * rows), rows, columns)
     looks = drawing.looks(curves["method"].unique())
     for place, (point, frame) in zip(np.atleast_1d(axes).flat, panels, strict=False):
-        _lines(place, frame, "round", metric, looks)
+        draw_lines(place, frame, "round", metric, looks)
         values = point if isinstance(point, tuple) else (point,)
         place.set_title(", ".join(f"{n} = {v}" for n, v in zip(swept, values, strict=False)), fontsize=9)
         place.set(xlabel="round", ylabel=f"{TITLES[metric]} on test samples (%)")
@@ -102,13 +102,14 @@ def _draw_sweep(table: pd.DataFrame, name: str, folder: Path, metric: Metric) ->
     column = column_of(metric, table["round"].iloc[0])
     frame = table.rename(columns={f"{column}_mean": metric, f"{column}_std": "std"}).sort_values("value")
     figure, axes = drawing.new_figure((6, 3.6))
-    _lines(axes, frame, "value", metric, drawing.looks(table["method"].unique()))
+    draw_lines(axes, frame, "value", metric, drawing.looks(table["method"].unique()))
     axes.set(xlabel=name, ylabel=f"{TITLES[metric]} on test samples (%)")
     drawing.add_legend(figure, axes)
     drawing.save(figure, folder / "sweep")
 
 
-def _lines(axes: Any, frame: pd.DataFrame, x: str, y: str, looks: Mapping[str, Any]) -> None:
+def draw_lines(axes: Any, frame: pd.DataFrame, x: str, y: str, looks: Mapping[str, Any]) -> None:
+    """A line per method with a band of one standard deviation, in percent."""
     for method, own in frame.groupby("method", sort=False):
         middle, around, look = 100 * own[y], 100 * own["std"].fillna(0), looks[str(method)]
         axes.plot(own[x], middle, label=method, linewidth=1.6, markevery=max(1, len(own) // 8), **look)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
-from polyfed.engines.stacked import layers
 from polyfed.engines.stacked.dropout import Call, Masks, masked
 from polyfed.engines.stacked.step import PhaseStep
 from polyfed.message import State
@@ -158,22 +157,22 @@ def test_masks_are_checked_with_several_samples_and_without_rounding(
 ) -> None:
     """Batch norm of two samples has gradients that are mostly rounding, and TF32 looks like masks in another order."""
     seen = []
-    gradient = PhaseStep._flat_gradient
+    loss = PhaseStep._client_loss
 
-    def watched(step: PhaseStep, batch: State) -> Tensor:
-        seen.append((len(batch["y"]), step.bf16, layers.kernels(), torch.get_float32_matmul_precision()))
-        return gradient(step, batch)
+    def watched(step: PhaseStep, trained: State, frozen: State, batch: State) -> Any:
+        seen.append((len(batch["y"]), step.bf16, {t.device.type for t in (trained | frozen | batch).values()}))
+        return loss(step, trained, frozen, batch)
 
-    monkeypatch.setattr(PhaseStep, "_flat_gradient", watched)
-    monkeypatch.setattr(layers, "working_kernels", lambda *given: (layers, None))
-    torch.set_float32_matmul_precision("high")
-    try:
-        finished(tmp_path, VectorizedEngine, "standalone", models=(support.Normed,), rounds=1)
-        after = torch.get_float32_matmul_precision()
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert seen == [(8, False, None, "highest"), (9, False, None, "highest")]
-    assert (after, layers.kernels()) == ("high", layers)
+    check = PhaseStep.check_masks
+
+    def checked(step: PhaseStep, inputs: State) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(PhaseStep, "_client_loss", watched)
+            check(step, inputs)
+
+    monkeypatch.setattr(PhaseStep, "check_masks", checked)
+    finished(tmp_path, VectorizedEngine, "standalone", models=(support.Normed,), rounds=1, training={"bf16": True})
+    assert seen == [(8, False, {"cpu"}), (9, False, {"cpu"})]
 
 
 def test_bf16_does_not_hide_where_masks_belong(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """FedGen, with numbers worked out by hand."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,26 @@ def test_sameness_falls_with_the_distance_of_features() -> None:
     noise = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     assert float(sameness(noise, torch.tensor([[0.0, 1.0], [2 * LN2, 1.0]]))) == pytest.approx(0.5)
     assert float(sameness(noise, torch.ones(2, 2))) == 1.0
+
+
+def test_sameness_has_the_bits_of_the_plain_formula_and_so_has_its_gradient() -> None:
+    """Seventy vectors of 500 are compared seven at a time; another loss reaches the features too."""
+    noise, start = torch.randn(70, 40), torch.randn(70, 500)
+
+    def plain(noise: Tensor, features: Tensor) -> Tensor:
+        apart = (noise[:, None] - noise).square().mean(2) * (features[:, None] - features).abs().mean(2)
+        return torch.exp(-apart.sum() / (70 * 69))
+
+    def outcome(formula: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = start.clone().requires_grad_()
+        features = leaf * 1.5
+        value = features.logsumexp(1).mean() + formula(noise, features)
+        value.backward()
+        assert leaf.grad is not None
+        return value.detach(), leaf.grad
+
+    for ours, expected in zip(outcome(sameness), outcome(plain), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def test_head_is_the_mean_weighted_by_samples() -> None:

@@ -8,9 +8,7 @@ and recurrent layers, for which `vmap` has no rules, are made of plain operation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ from polyfed.engines.stacked.sequences import UNFUSED
 
 _KERNELS = "polyfed.engines.stacked.kernels"
 DTYPES = (torch.float32, torch.bfloat16)
-_wanted = ContextVar("wanted", default=True)
 
 
 class StackedLayers(TorchFunctionMode):
@@ -52,18 +49,8 @@ def on_gpu(x: Any) -> bool:
 
 
 def kernels() -> Any:
-    """Our kernels, or None where they can't run or are not wanted."""
-    return working_kernels(_KERNELS, _trial)[0] if _wanted.get() else None
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Inside, layers are computed by PyTorch: what happens only once is not worth compiling kernels for."""
-    token = _wanted.set(False)
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+    """Our kernels, or None where they can't run."""
+    return working_kernels(_KERNELS, _trial)[0]
 
 
 def trouble() -> str | None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polyfed.compute import full_precision, precision, without_search
+from polyfed.compute import precision, without_search
 from polyfed.data import Dataset
 from polyfed.engines.client.batches import IMAGE, VIEWS, augmented
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.dropout import PREFIX, Masks, dropout_layers, find_calls, masked
-from polyfed.engines.stacked.layers import StackedLayers, without_kernels
+from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.engines.stacked.norms import MaskedNorms
 from polyfed.engines.stacked.numbers import RATE, TRAINING, on
 from polyfed.engines.stacked.sequences import keep_weights_apart
@@ -169,18 +169,19 @@ class PhaseStep:
         real[-1] = False
         short, padded = self.masks.trial(samples, samples + 1)
         batches = (batch | {"mask": real[:-1]} | short, _resized(batch, samples + 1) | {"mask": real} | padded)
-        # Rounding would hide small differences, or look like large ones: batch norm of few samples multiplies it.
-        coarse, self.bf16 = self.bf16, False
-        with full_precision(), without_kernels():
-            one, two = (self._flat_gradient(each) for each in batches)
+        coarse, self.bf16 = self.bf16, False  # its rounding would hide small differences
+        one, two = (self._flat_gradient(each) for each in batches)
         self.bf16 = coarse
         if not bool((one - two).norm() <= 0.05 * one.norm()):
             raise RuntimeError("its dropout layers see the samples of a batch in an order that depends on their number")
 
     def _flat_gradient(self, batch: State) -> Tensor:
-        """The first client's gradient on its batch, as one vector."""
-        frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}
-        gradients, _ = grad(self._client_loss, has_aux=True)(_first(self.trained), frozen, batch)
+        """The first client's gradient on its batch, as one vector; on the CPU.
+
+        A GPU may round more (TF32), which batch norm of few samples multiplies, and prepares for every new shape.
+        """
+        given = tree_map(lambda tensor: tensor.to("cpu", copy=True), (_first(self.trained), _first(self.frozen), batch))
+        gradients, _ = grad(self._client_loss, has_aux=True)(*given)
         return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
     def reset(self) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyfed.message import State
 from polyfed.methods.parts.tools import module_state
+
+_CACHED = 250_000
+"""Floats that stay in a core's cache while they are worked on."""
 
 
 class FeatureGenerator(nn.Module):
@@ -118,7 +122,37 @@ def sameness(noise: Tensor, features: Tensor) -> Tensor:
 
     Distances are means over their dimensions; sums would let the exponential vanish, and its gradient with it.
     """
-    noise_apart = (noise[:, None] - noise).square().mean(2)
-    features_apart = (features[:, None] - features).abs().mean(2)
+    noise_apart = torch.cat([(rows[:, None] - noise).square_().mean(2) for rows in noise.split(_rows(noise))])
+    features_apart: Tensor = MeanDifference.apply(features)
     pairs = len(noise) * (len(noise) - 1)
     return torch.exp(-(noise_apart * features_apart).sum() / pairs)
+
+
+class MeanDifference(torch.autograd.Function):
+    """The mean absolute difference of each pair of vectors [n, n], and its gradient.
+
+    Autograd would make five tensors [n, n, size] one after another, and a CPU spends most of the time on their memory.
+    Here there is one, in the gradient, because it is summed both ways: sums of parts would round in another way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors)
+        return torch.cat([(rows[:, None] - vectors).abs_().mean(2) for rows in vectors.split(_rows(vectors))])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        vectors: Tensor = ctx.saved_tensors[0]
+        count, size = vectors.shape
+        share, pairs = (gradient / size)[:, :, None], vectors.new_empty(count, count, size)
+        rows = _rows(vectors)
+        for own, weights, part in zip(vectors.split(rows), share.split(rows), pairs.split(rows), strict=True):
+            torch.sub(own[:, None], vectors, out=part).sgn_().mul_(weights)
+        return pairs.sum(1) - pairs.sum(0)
+
+
+def _rows(vectors: Tensor) -> int:
+    """How many vectors to compare with all others at once: on a CPU so many that the differences fit into its cache."""
+    if vectors.device.type != "cpu":
+        return len(vectors)
+    return max(1, _CACHED // max(1, vectors.numel()))

@@ -1,0 +1,215 @@
+"""Which runs stand behind the comparison with the papers: the entries of campaign.yaml as experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from polyfed.comparison.plan import Cell
+from polyfed.config import Experiment, experiment, merged
+from polyfed.errors import InputError, unknown_name
+from polyfed.methods import METHODS
+from polyfed.ranges import typed
+from polyfed.records.origin import FREE, settings_by_name
+from polyfed.reproduce.published import Published, applicable, published
+from polyfed.reproduce.recipes import Recipe, ScaleName, Variant, find_recipe, recipes
+from polyfed.yaml_text import parse_yaml
+
+FOLDER = Path(__file__).parent
+UNTOLD = (FREE - {"rounds"}) | {"seed"}
+"""Settings that a record leaves out: they say where a run took place, or stand elsewhere in it."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Beside(_Strict):
+    """A table of a paper whose numbers stand beside ours."""
+
+    recipe: str
+    setting: str | None = None
+    """The table's name of the setting; none: the entry's."""
+    rows: dict[str, str] = {}
+    """What the table calls our rows, where it has other names."""
+
+    @property
+    def of(self) -> Recipe:
+        return find_recipe(self.recipe)
+
+    @property
+    def label(self) -> str:
+        """
+        >>> Beside(recipe="fedssa-table2").label
+        'FedSSA, Table 2'
+        """
+        return f"{self.of.paper.paper.partition(' (')[0]}, {self.of.entry.title.partition(',')[0]}"
+
+    def named(self, row: str) -> str:
+        """The table's name of a row of ours."""
+        return self.rows.get(row, row)
+
+    def number(self, row: str, setting: str) -> Published:
+        """What the paper prints for a row of ours."""
+        return published(self.of, self.named(row), self.setting or setting)
+
+
+class Entry(_Strict):
+    """One comparison: a recipe's setting, or several, with methods and seeds."""
+
+    title: str
+    recipe: str
+    settings: list[str] | Literal["all"]
+    methods: list[str]
+    """Methods, rows of the papers' recipes (dc-pfl-600), or groups."""
+    lists: dict[str, dict[str, list[Any]]] = {}
+    """Options to try, by method: a row for each combination of their values."""
+    beside: list[Beside] = []
+    base: str = "standalone"
+    """The row that gains are over."""
+    seeds: list[int] = []
+    changes: dict[str, Any] = {}
+    """Settings that differ from the recipe's where the paper leaves them open."""
+    reduced: dict[str, Any] = {}
+    """Settings that make the runs smaller than the paper's."""
+    scale: ScaleName = "paper"
+    margins: list[str] = []
+    """Rows of which the margins of prototypes are recorded."""
+
+    @field_validator("beside", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return [{"recipe": each} if isinstance(each, str) else each for each in value]
+
+    @property
+    def of(self) -> Recipe:
+        return find_recipe(self.recipe)
+
+    @property
+    def points(self) -> list[str]:
+        """The recipe's settings that are run."""
+        return self.of.settings if self.settings == "all" else self.settings
+
+    @property
+    def smaller(self) -> dict[str, Any]:
+        """How runs are smaller than the paper's."""
+        return {**self.reduced, **({} if self.scale == "paper" else {"scale": self.scale})}
+
+    def variant(self, row: str) -> Variant:
+        """What a row stands for: as its recipe says, or else a table beside it, or else the paper of the method."""
+        own = [recipe for recipe in recipes() if row.startswith(recipe.name.partition("-table")[0])]
+        papers = (recipe.paper for recipe in (self.of, *(each.of for each in self.beside), *own))
+        return next((paper.methods[row] for paper in papers if row in paper.methods), Variant())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the campaign."""
+
+    entry: str
+    setting: str
+    row: str
+    seed: int
+    config: Experiment
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.entry, self.setting, self.row, self.seed
+
+    @property
+    def cell(self) -> Cell:
+        """The run as `polyfed compare` would have it; its name is that of its folder."""
+        return Cell(f"{self.entry}-{self.setting.replace('/', '-')}-{self.row}", self.seed, {}, self.config)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """All settings that differ from polyfed's defaults."""
+        usual = _defaults(self.config.method["name"])
+        return {
+            name: value
+            for name, value in settings_by_name(self.config).items()
+            if name.partition(".")[0] not in UNTOLD and usual.get(name) != value
+        }
+
+
+@cache
+def _defaults(method: str) -> Mapping[str, Any]:
+    return settings_by_name(experiment(method=method))
+
+
+class Campaign(_Strict):
+    """All entries, in the order in which they are run."""
+
+    seeds: list[int]
+    groups: dict[str, list[str]] = {}
+    effort: dict[str, float] = {}
+    """About how many times as long as Standalone a method takes."""
+    front: dict[Literal["methods", "entries"], list[str]] = {}
+    """What the table on the front page has."""
+    entries: dict[str, Entry]
+
+    @cached_property
+    def rows(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By entry, its rows in the order of the tables, with the options that its lists add."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for name, entry in self.entries.items():
+            found[name] = {row: {} for each in entry.methods for row in self.groups.get(each, [each])}
+            for method, lists in entry.lists.items():
+                points = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
+                found[name] |= {_listed(method, point): point for point in points}
+        return found
+
+    def runs(self, names: Sequence[str] | None = None, **machine: Any) -> list[Run]:
+        """The runs of these entries or of all: groups in their order, the longest first in each, seeds together."""
+        for name in names or ():
+            if name not in self.entries:
+                raise unknown_name("entry", name, self.entries)
+        return [
+            Run(name, setting, row, seed, config.model_copy(update={"seed": seed}))
+            for name in (names if names is not None else self.entries)
+            for row in sorted(self.rows[name], key=lambda row, name=name: self._turn(name, row))  # type: ignore[misc]
+            for setting in self.entries[name].points
+            if applicable(self.entries[name].of, row, setting)
+            for config in [self._config(name, row, setting, machine)]
+            for seed in self.entries[name].seeds or self.seeds
+        ]
+
+    def method(self, entry: str, row: str) -> str:
+        """The name of the method behind a row."""
+        plain = row.partition(" ")[0]
+        return self.entries[entry].variant(plain).method or plain
+
+    def _turn(self, entry: str, row: str) -> tuple[bool, float]:
+        return row in self.groups.get("newer", []), -self.effort.get(self.method(entry, row), 1.0)
+
+    def _config(self, name: str, row: str, setting: str, machine: Mapping[str, Any]) -> Experiment:
+        entry, method, plain = self.entries[name], self.method(name, row), row.partition(" ")[0]
+        if method not in METHODS:
+            raise unknown_name(f"method of {name}", method, METHODS)
+        known, variant = plain in entry.of.paper.methods, entry.variant(plain)
+        settings = {**entry.changes, **entry.reduced, **machine}
+        config = entry.of.experiment(plain if known else method, setting, entry.scale, **settings)
+        foreign = {} if known else {**variant.ours, **variant.given}
+        return experiment(**merged(config.given, {"method": {"name": method, **foreign, **self.rows[name][row]}}))
+
+
+def _listed(method: str, point: Mapping[str, Any]) -> str:
+    """
+    >>> _listed("pfedes", {"weight": 0.5, "proxy_epochs": 20})
+    'pfedes weight=0.5 proxy_epochs=20'
+    """
+    return " ".join([method, *(f"{name}={typed(value)}" for name, value in point.items())])
+
+
+def read_campaign(path: Path = FOLDER / "campaign.yaml") -> Campaign:
+    """The campaign in a file."""
+    try:
+        return Campaign(**parse_yaml(path.read_text()))
+    except OSError as error:
+        raise InputError(f"can't read '{path}': {error.strerror}; name a campaign's file (--campaign).") from error

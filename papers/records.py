@@ -1,0 +1,137 @@
+"""What is kept of a finished run: one line of JSON, a few kilobytes, in a file per entry of the campaign."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from papers.campaign import FOLDER, Campaign, Run
+from polyfed.comparison.outcomes import read_outcome
+from polyfed.errors import InputError
+from polyfed.records import RunFolder, disk
+from polyfed.records.origin import shown
+from polyfed.reproduce.measures import chosen_round, measured, series
+from polyfed.reproduce.recipes import Compare
+
+RESULTS = FOLDER / "results"
+WHEN = ("last", "last-tenth", "best")
+AVERAGES = ("mean", "weighted", "participants")
+Record = dict[str, Any]
+Key = tuple[str, str, str, int]
+
+
+def record_of(run: Run, path: Path, *, commit: str | None, margins: bool = False) -> Record:
+    """The record of the finished run in a folder."""
+    folder = RunFolder.open(path)
+    evaluations, summary, clients = folder.evaluations(), folder.summary(), folder.clients()
+    last = folder.starts()[-1]
+    by_rule = {str(rule): rows for rule, rows in evaluations.groupby("rule", sort=False)}
+    record = {
+        "entry": run.entry, "setting": run.setting, "method": run.row, "seed": run.seed, "settings": run.told,
+        "polyfed": last["polyfed"], "commit": commit, "torch": last["torch"], "machine": last["machine"],
+        "engine": last["engine"], "date": last["date"], "starts": len(folder.starts()),
+        "seconds": round(summary["seconds"], 1), "wall_seconds": _wall(path),
+        "accuracy": {rule: _accuracies(rows) for rule, rows in by_rule.items()},
+        "at_best_validation": {r: round(read_outcome(path, r).accuracy_at_best_validation, 5) for r in by_rule},
+        "own_best": round(float(clients["accuracy_best"].mean()), 5),
+        "costs": {
+            **{f"{name}_per_round": round(summary[name] / summary["rounds"])
+               for name in ("upload_bytes", "download_bytes", "upload_floats", "download_floats", "flops")},
+            "floats_last_round": round(measured(path, Compare(what="floats"), None) * 1e6),
+            "parameters_mean": round(float(clients["parameters"].mean())),
+        },
+        "rounds": sorted(int(round) for round in evaluations["round"].unique()),
+        "curves": {rule: _of(rows, "test")["accuracy_mean"].round(4).tolist() for rule, rows in by_rule.items()},
+        "clients": clients.sort_values("client")["accuracy_final"].round(4).tolist(),
+    }  # fmt: skip
+    if margins:
+        found = list(series("margins", path, Compare(), None))
+        record["margins"] = [[round(row["client_margin"], 3), round(row["global_margin"], 3)] for row in found]
+    plain: Record = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no NaN
+    return plain
+
+
+def _of(rows: pd.DataFrame, part: str) -> pd.DataFrame:
+    return rows[rows["part"] == part]
+
+
+def _accuracies(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """By average and choice of round; validation samples too, for choosing options."""
+    curves = {average: _of(rows, "test")[["round", f"accuracy_{average}"]] for average in AVERAGES}
+    curves["validation"] = _of(rows, "validation")[["round", "accuracy_mean"]]
+    return {
+        average: {
+            when: round(chosen_round(curve.set_axis(["round", "accuracy"], axis=1), Compare(round=when)), 5)
+            for when in WHEN
+        }
+        for average, curve in curves.items()
+        if len(curve)
+    }
+
+
+def _wall(path: Path) -> float:
+    """From the first file to the last: with what `seconds` leaves out, evaluation and loading."""
+    return round((path / "summary.json").stat().st_mtime - (path / "config.yaml").stat().st_mtime, 1)
+
+
+def key_of(record: Record) -> Key:
+    """Which run it is of."""
+    return record["entry"], record["setting"], record["method"], record["seed"]
+
+
+def line_of(record: Record) -> str:
+    return json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def append(record: Record, folder: Path) -> None:
+    """Add it to its entry's file; durable when this returns."""
+    disk.append(folder / f"{record['entry']}.jsonl", line_of(record).encode(), sync=True)
+
+
+def read_records(folders: Iterable[Path]) -> dict[Key, Record]:
+    """All records in the files of folders; raises if two say different things of one run.
+
+    A last line without an end was cut off while it was written, and is left out.
+    """
+    found: dict[Key, Record] = {}
+    for path in (path for folder in folders for path in sorted(folder.glob("*.jsonl"))):
+        for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                record = json.loads(line)
+                key = key_of(record)
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"line {number} of '{path}' is no record: remove it, or fetch the file again."
+                ) from error
+            if found.setdefault(key, record) != record:
+                raise InputError(f"'{path}' has another record of {_named(key)} than was read before: remove one.")
+    return found
+
+
+def check(records: Mapping[Key, Record], campaign: Campaign) -> None:
+    """Raise if a record is of no run of the campaign, or of one with other settings."""
+    planned = {run.key: run for run in campaign.runs()}
+    for key, record in records.items():
+        if key not in planned:
+            raise InputError(f"{_named(key)} is recorded but not in the campaign: remove its line, or add it there.")
+        check_settings(planned[key], record)
+
+
+def check_settings(run: Run, record: Record) -> None:
+    """Raise if a record is of a run with other settings."""
+    now, before = json.loads(json.dumps(run.told)), record["settings"]
+    for name in (name for name in {**now, **before} if now.get(name) != before.get(name)):
+        raise InputError(
+            f"{_named(run.key)} is recorded with {name} {shown(before.get(name, 'default'))}, but the campaign has "
+            f"{shown(now.get(name, 'default'))}: give the entry another name, or remove the record."
+        )
+
+
+def _named(key: Key) -> str:
+    return f"{key[2]} with seed {key[3]} in {key[0]}, {key[1]}"

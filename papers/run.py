@@ -1,0 +1,158 @@
+"""Runs entries of the campaign until a deadline, and records every run as soon as it is finished.
+
+    python -m papers.run cifar100-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
+
+What was recorded before is skipped. A run that the deadline stops has a checkpoint under --work, from which the same
+command continues if the folder is still there; otherwise the run is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from papers.campaign import FOLDER, Campaign, read_campaign
+from papers.records import RESULTS, append, check, check_settings, line_of, read_records, record_of
+from polyfed.comparison.compare import parse_seeds
+from polyfed.comparison.runner import is_finished, reason_of, run_cells
+from polyfed.errors import InputError, PolyfedError, unknown_name
+from polyfed.records import disk
+from polyfed.server.federation import Interrupted, Watcher
+
+
+class Deadline(Watcher):
+    """Asks all runs to stop after their rounds when the time is over."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    @property
+    def stop_requested(self) -> bool:  # type: ignore[override]
+        return time.monotonic() >= self._end
+
+
+class Recorder:
+    """Turns finished run folders into records, and frees their place: a run's networks are hundreds of megabytes."""
+
+    def __init__(self, campaign: Campaign, given: argparse.Namespace) -> None:
+        self._campaign, self._given, self._commit = campaign, given, given.commit or commit()
+        self.failures: dict[str, str] = {}
+        rows, seeds = given.methods and given.methods.split(","), given.seeds and parse_seeds(given.seeds)
+        machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
+        recorded = read_records([given.results])
+        check(recorded, campaign)
+        known = {row: 0 for name in given.names or campaign.entries for row in campaign.rows.get(name, ())}
+        for row in rows or ():
+            if row not in known:
+                raise unknown_name("method", row, known)
+        self.left = {
+            run.cell.name: run
+            for run in campaign.runs(given.names or None, **machine)
+            if run.key not in recorded and (not rows or run.row in rows) and (not seeds or run.seed in seeds)
+        }
+
+    def sweep(self, names: Collection[str] | None = None) -> None:
+        """Record these runs, or all, where they are finished; what an earlier command recorded is handed out again."""
+        for name, run in [(name, run) for name, run in self.left.items() if names is None or name in names]:
+            kept, folder = self._given.work / "records" / f"{name}.json", self._given.work / "runs" / name
+            if kept.exists():
+                record = json.loads(kept.read_text())
+                check_settings(run, record)
+            elif is_finished(run.config, folder):
+                margins = run.row in self._campaign.entries[run.entry].margins
+                try:
+                    record = record_of(run, folder, commit=self._commit, margins=margins)
+                except Exception as error:  # one run's failure must not cost the others, which are still going
+                    self.failures[name] = reason_of(error)
+                    continue
+                disk.write(kept, line_of(record))
+            else:
+                continue
+            append(record, self._given.out)
+            del self.left[name]
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def tell(self, line: str) -> None:
+        print(line, flush=True)
+        self.sweep(line.split())  # only what the line names: others may still be writing
+
+
+def commit() -> str | None:
+    """The commit of this checkout, marked if files differ from it; None where git does not know."""
+    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m papers.run", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="entries, in the order to run them; none: list them")
+    parser.add_argument("--methods", help="only these rows, separated by commas")
+    parser.add_argument("--seeds", help="only these seeds, such as 2-3")
+    parser.add_argument("--data-dir", type=Path, help="where the datasets are")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--together", type=int, default=1, help="seeds of a method trained as one, if polyfed can")
+    parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
+    parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where the runs are")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
+    parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
+    return parser.parse_args(arguments)
+
+
+def _stacking(number: int) -> dict[str, Any]:
+    if number > 1 and "together" not in inspect.signature(run_cells).parameters:
+        raise InputError(f"together is {number}, but this version of polyfed trains every run alone: use 1.")
+    return {"together": number} if number > 1 else {}
+
+
+def run(given: argparse.Namespace) -> int:
+    """Do what the command line asks for; the exit status."""
+    campaign = read_campaign(given.campaign)
+    recorder = Recorder(campaign, given)
+    if not given.names:
+        for name in campaign.entries:
+            left = sum(run.entry == name for run in recorder.left.values())
+            print(f"{name:32} {left:4} of {len(campaign.runs([name])):4} runs left")
+        return 0
+    for folder in (given.out, given.work / "records"):
+        disk.make_folder(folder)
+    total = len(recorder.left)
+    recorder.sweep()
+    try:
+        recorder.failures |= run_cells(
+            [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
+            watcher=Deadline(given.minutes), **_stacking(given.together),
+        )  # fmt: skip
+    except Interrupted:
+        print("time is over")
+    recorder.sweep()
+    for name, reason in recorder.failures.items():
+        print(f"{name} failed: {reason}", file=sys.stderr)
+    print(f"{total - len(recorder.left)} of {total} runs recorded in '{given.out}'; {len(recorder.failures)} failed")
+    return 1 if recorder.failures else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: one sentence and exit status 2 for wrong input."""
+    try:
+        return run(_parsed(arguments))
+    except PolyfedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

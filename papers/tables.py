@@ -1,0 +1,188 @@
+"""The tables of docs/results.md: ours over seeds, the published numbers beside them. All are Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from papers.campaign import Beside, Entry, Run
+from papers.records import Key, Record
+from polyfed.comparison.statistics import mean_of, spread_of, t_interval
+from polyfed.methods import METHODS
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An entry of the campaign with the records that there are."""
+
+    name: str
+    entry: Entry
+    order: Sequence[str]
+    """All rows, as the tables have them."""
+    runs: Sequence[Run]
+    records: Mapping[Key, Record]
+
+    @property
+    def found(self) -> list[Record]:
+        return [self.records[run.key] for run in self.runs if run.key in self.records]
+
+    @property
+    def rows(self) -> list[str]:
+        """Rows with at least one record."""
+        return [row for row in self.order if self.of(row)]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.found) == len(self.runs)
+
+    def of(self, row: str) -> list[Record]:
+        return [record for record in self.found if record["method"] == row]
+
+    def rule(self, row: str) -> str:
+        """The rule of prediction that is compared."""
+        return self.entry.variant(row.partition(" ")[0]).rule or next(iter(self.of(row)[0]["accuracy"]))
+
+    def values(self, row: str, setting: str, average: str = "", when: str = "", rule: str = "") -> dict[int, float]:
+        """Percent by seed: as compared with the paper, or by another average, choice of round or rule."""
+        compare, values = self.entry.of.compare, {}
+        for record in self.of(row):
+            if record["setting"] == setting:
+                by_average = record["accuracy"][rule or self.rule(row)].get(average or compare.average, {})
+                values[record["seed"]] = by_average.get(when or compare.round)
+        return {seed: 100 * value for seed, value in values.items() if value is not None}
+
+    def own_best(self, row: str, setting: str) -> dict[int, float]:
+        """The mean of clients' own best rounds, which runs have for the method's own rule alone."""
+        records = [r for r in self.of(row) if r["setting"] == setting and self.rule(row) == next(iter(r["accuracy"]))]
+        return {record["seed"]: 100 * record["own_best"] for record in records}
+
+    def gain(self, row: str, setting: str, rule: str = "") -> str:
+        """Over the base, paired by seed, with a 95 % interval from three seeds on."""
+        ours, base = self.values(row, setting, rule=rule), self.values(self.entry.base, setting)
+        shared = sorted(ours.keys() & base.keys())
+        if not shared or (row == self.entry.base and not rule):
+            return ""
+        found = t_interval([ours[seed] - base[seed] for seed in shared])
+        return signed(found.mean) + ("" if math.isnan(found.low) else f" ({signed(found.low)} to {signed(found.high)})")
+
+    def seeds(self, row: str, setting: str) -> str:
+        """How many there are, and of how many if some are missing."""
+        done, planned = (
+            len({each for each in keys if each[1:3] == (setting, row)})
+            for keys in ([r.key for r in self.runs if r.key in self.records], [r.key for r in self.runs])
+        )
+        return str(done) if done == planned else f"{done} of {planned}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """
+    >>> signed(-0.26), signed(1.0), signed(-0.01)
+    ('−0.3', '+1.0', '0.0')
+    """
+    text = f"{value:+.{digits}f}"
+    return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
+
+
+def spread(values: Mapping[int, float]) -> str:
+    """
+    >>> spread({0: 50.0, 1: 51.0}), spread({0: 50.0}), spread({})
+    ('50.5 ± 0.7', '50.0', '')
+    """
+    numbers = list(values.values())
+    return (f"{mean_of(numbers):.1f}" if numbers else "") + (f" ± {spread_of(numbers):.1f}" if len(numbers) > 1 else "")
+
+
+def title_of(row: str) -> str:
+    """
+    >>> title_of("fedssa"), title_of("dc-pfl-600"), title_of("fedssa stable_round=4")
+    ('FedSSA', 'dc-pfl-600', 'FedSSA stable_round=4')
+    """
+    name, space, rest = row.partition(" ")
+    return (METHODS[name].title if name in METHODS else name) + space + rest
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """A table, nothing without rows; so many columns are text. Columns without any entry are left out."""
+    kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+    lines = [head, [*["---"] * texts, *["---:"] * (len(head) - texts)], *rows] if rows else []
+    return "\n".join(f"| {' | '.join(line[place] for place in kept)} |" for line in lines)
+
+
+def printed(beside: Beside, row: str, setting: str, base: str) -> tuple[str, str]:
+    """What a paper prints, and its gain over its own base."""
+    number, gain = beside.number(row, setting), math.nan
+    if row != base:
+        gain = number.value - beside.number(base, setting).value
+    value = number.note if math.isnan(number.value) else f"{number.value:.2f}"
+    return value, "" if math.isnan(gain) else signed(gain, 2)
+
+
+def accuracies(given: Comparison, setting: str) -> str:
+    """Ours, other readings of the same runs, and what the papers print."""
+    entry, base = given.entry, title_of(given.entry.base)
+    papers = [each for each in entry.beside if each.of.compare.what == "accuracy"]
+    head = ["method", "seeds", "ours", f"minus {base}", "last round", "own best", "participants", "validation"]
+    head += [text for each in papers for text in (each.label, f"minus its {base}")]
+    rows = [
+        [
+            title_of(row), given.seeds(row, setting), spread(given.values(row, setting)), given.gain(row, setting),
+            spread(given.values(row, setting, when="last")), spread(given.own_best(row, setting)),
+            spread(given.values(row, setting, "participants")),
+            spread(given.values(row, setting, "validation")) if entry.lists else "",
+            *(text for each in papers for text in printed(each, row, setting, entry.base)),
+        ]
+        for row in given.rows
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def other_rules(given: Comparison, setting: str) -> str:
+    """The same runs by methods' other rules of prediction."""
+    rows = [
+        [f"{title_of(row)}, by {rule}", spread(given.values(row, setting, rule=rule)), given.gain(row, setting, rule)]
+        for row in given.rows
+        for rule in given.of(row)[0]["accuracy"]
+        if rule != given.rule(row)
+    ]
+    return markdown(["other rules of prediction", "ours", f"minus {title_of(given.entry.base)}"], rows)
+
+
+def costs(given: Comparison) -> str:
+    """What a round costs with all its participants; means over seeds."""
+    papers = [each for each in given.entry.beside if each.of.compare.what == "floats"]
+    head = ["per round", "kB up", "kB down", "GFLOPs", "million numbers", *(each.label for each in papers), "s per run"]
+    rows = []
+    for row in given.rows:
+        own = pd.DataFrame([{**r["costs"], "seconds": r["seconds"]} for r in given.of(row)]).mean()
+        numbers = [each.number(row, given.entry.points[0]).value for each in papers]
+        sent = [f"{own[f'{name}_bytes_per_round'] / 1e3:.1f}" for name in ("upload", "download")]
+        computed = f"{own['flops_per_round'] / 1e9:.3g}", f"{own['floats_last_round'] / 1e6:.3g}"
+        theirs = ["" if math.isnan(number) else f"{number:g}" for number in numbers]
+        rows.append([title_of(row), *sent, *computed, *theirs, f"{own['seconds']:.0f}"])
+    return markdown(head, rows)
+
+
+def sweep(given: Comparison) -> str:
+    """Several settings, a column for each; the number of seeds where some are missing."""
+    rows, points = [], given.entry.points
+    for row in given.rows:
+        ours = [(spread(given.values(row, point)), given.seeds(row, point)) for point in points]
+        rows.append([title_of(row), *(v + f" ({seeds})" * (bool(v) and " of " in seeds) for v, seeds in ours)])
+        for each in given.entry.beside:
+            theirs = [printed(each, row, point, given.entry.base)[0] for point in points]
+            rows += [[f"{title_of(row)}, {each.label}", *theirs]] if any(theirs) else []
+    return markdown(["method", *points], rows)
+
+
+def margins(given: Comparison) -> str:
+    """How far prototypes are from the nearest other one, for FedTGP's Figure 1."""
+    pairs = {row: [pair for r in given.of(row) for pair in r.get("margins", [])] for row in given.entry.margins}
+    rows = [
+        [title_of(row), *(f"{mean_of([pair[place] for pair in own]):.2f}" for place in (0, 1))]
+        for row, own in pairs.items()
+        if own
+    ]
+    return markdown(["margin, mean over classes and seeds", "largest among clients", "global"], rows)

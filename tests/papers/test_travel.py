@@ -1,0 +1,246 @@
+"""Runs on digits travel from the command to the page: run, record, collect, render."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from papers import run as running
+from papers.campaign import FOLDER, Run, read_campaign
+from papers.collect import collect
+from papers.page import comparisons_of, draw, front, main, page, with_front
+from papers.records import Record, read_records
+from papers.tables import accuracies, costs, margins, other_rules, sweep
+from polyfed.comparison.plan import Cell
+from polyfed.comparison.runner import finish
+from polyfed.errors import InputError
+from polyfed.server.federation import Interrupted
+
+ROOT = FOLDER.parent
+TINY = """
+seeds: [0, 1, 2]
+front: {methods: [standalone, fedproto], entries: [tiny]}
+entries:
+  tiny:
+    title: Digits
+    recipe: fedssa-table2
+    settings: [n10/cifar10]
+    scale: smoke
+    beside: [pfedes-table2, fedssa-table2]
+    methods: [standalone, fedproto]
+    changes: {eval_every: 1}
+    margins: [fedproto]
+"""
+
+
+@pytest.fixture
+def papers(tmp_path: Path) -> Path:
+    """A folder like papers/, with a campaign of two methods and three seeds."""
+    (tmp_path / "words").mkdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "campaign.yaml").write_text(TINY)
+    return tmp_path
+
+
+def command(papers: Path, *more: str) -> int:
+    places = ("--work", papers / "work", "--results", papers / "results", "--campaign", papers / "campaign.yaml")
+    return running.main(["tiny", *map(str, places), "--out", str(papers / "new"), "--device", "cpu", *more])
+
+
+def lines(folder: Path) -> list[Record]:
+    return [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+
+
+def record(run: Run, accuracy: float, **more: Any) -> Record:
+    """A record made up: all readings are the same but for the round that is last, two points below."""
+    readings = {"last": accuracy - 0.02, "last-tenth": accuracy, "best": accuracy}
+    own = "classifier" if run.row == "standalone" else "prototypes"
+    by_rule = dict.fromkeys([own, "classifier"], dict.fromkeys(("mean", "weighted", "participants"), readings))
+    sent = {f"{name}_per_round": 4e3 for name in ("upload_bytes", "download_bytes", "flops")}
+    return {
+        "entry": run.entry, "setting": run.setting, "method": run.row, "seed": run.seed, "settings": run.told,
+        "polyfed": "0.2", "commit": "abc", "torch": "2.15", "machine": "a GPU", "date": "2026-11-16", "seconds": 3.0,
+        "accuracy": by_rule, "own_best": accuracy + 0.05, "costs": {**sent, "floats_last_round": 2e6},
+        "rounds": [1, 2], "curves": dict.fromkeys(by_rule, [0.1, accuracy]), **more,
+    }  # fmt: skip
+
+
+def written(papers: Path, made: Callable[[Run], Record | None]) -> None:
+    found = [made(run) for run in read_campaign(papers / "campaign.yaml").runs()]
+    text = "".join(json.dumps(each) + "\n" for each in found if each)
+    (papers / "results" / "tiny.jsonl").write_text(text)
+
+
+def test_runs_become_a_page(papers: Path) -> None:
+    """A second command has nothing to do, and a second collection changes nothing."""
+    assert command(papers) == 0
+    found = lines(papers / "new")
+    assert [(each["method"], each["seed"]) for each in found] == [
+        (method, seed) for method in ("standalone", "fedproto") for seed in range(3)
+    ]
+    proto = found[-1]
+    assert list(proto["accuracy"]) == ["prototypes", "classifier", "own-prototypes"]
+    assert proto["curves"]["classifier"][-1] == round(proto["accuracy"]["classifier"]["mean"]["last"], 4)
+    assert proto["costs"]["upload_floats_per_round"] == 4 * 2 * 16  # clients, classes, features
+    assert proto["margins"] and "margins" not in found[0]
+    assert proto["settings"]["clients"] == 4 and "device" not in proto["settings"]
+    assert len(json.dumps(proto)) < 4000
+    assert not list((papers / "work" / "runs").iterdir())
+
+    assert collect([papers / "new"], papers / "results", papers / "campaign.yaml") == 6
+    before = (papers / "results" / "tiny.jsonl").read_text()
+    assert collect([papers / "new"], papers / "results", papers / "campaign.yaml") == 0
+    assert (papers / "results" / "tiny.jsonl").read_text() == before
+    assert command(papers, "--out", str(papers / "again")) == 0
+    assert lines(papers / "again") == []
+
+    (papers / "docs" / "pictures").mkdir(parents=True)
+    (papers / "README.md").write_text("a\n<!-- results: begin -->\nold\n<!-- results: end -->\nb\n")
+    (papers / "words" / "tiny.md").write_text("Words of ours.\n")
+    main(papers, papers)
+    text = (papers / "docs" / "results.md").read_text()
+    assert "All 6 runs. **Reduced: scale smoke.**" in text and "Words of ours." in text
+    assert "rounds 1 instead of 100" in text and "Runs left" not in text
+    assert (papers / "docs" / "pictures" / "results-tiny.png").stat().st_size > 1000
+    assert "| FedProto |" in (papers / "README.md").read_text() and "old" not in (papers / "README.md").read_text()
+
+
+def test_every_run_is_recorded_when_it_ends(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off after its first run, the command has that run's record, and hands it out again the next time."""
+
+    def cut(cells: Sequence[Cell], folder: Path, *, tell: Callable[[str], None], **rest: Any) -> dict[str, str]:
+        finish(cells[0].config, folder / "runs" / cells[0].name)
+        finish(cells[1].config, folder / "runs" / cells[1].name)
+        tell(f"1 of 6: {cells[0].name} finished")
+        assert [each["seed"] for each in lines(papers / "new")] == [0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run_cells", cut)
+    with pytest.raises(KeyboardInterrupt):
+        command(papers)
+    monkeypatch.setattr(running, "run_cells", lambda *given, **rest: (_ for _ in ()).throw(Interrupted("")))
+    assert command(papers, "--out", str(papers / "later")) == 0
+    assert [each["seed"] for each in lines(papers / "later")] == [0, 1]
+
+
+def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(papers, "--minutes", "0") == 0
+    assert "0 of 6 runs recorded" in capsys.readouterr().out
+
+
+def test_only_what_is_asked_for_is_run(papers: Path) -> None:
+    assert command(papers, "--methods", "fedproto", "--seeds", "1") == 0
+    assert [(each["method"], each["seed"]) for each in lines(papers / "new")] == [("fedproto", 1)]
+
+
+def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder stays, so that the next command records it."""
+    good = running.record_of
+
+    def record_of(run: Run, path: Path, **rest: Any) -> Record:
+        return good(run, path, **rest) if run.seed else good(run, path / "nothing", **rest)
+
+    monkeypatch.setattr(running, "record_of", record_of)
+    assert command(papers, "--methods", "standalone") == 1
+    assert [each["seed"] for each in lines(papers / "new")] == [1, 2]
+    monkeypatch.undo()
+    assert command(papers, "--methods", "standalone", "--out", str(papers / "later"), "--minutes", "0") == 0
+    assert [each["seed"] for each in lines(papers / "later")] == [0, 1, 2]
+
+
+def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(papers, "--methods", "fedprot") == 2
+    assert "fedproto" in capsys.readouterr().err
+
+
+def test_seeds_are_stacked_if_polyfed_can(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def able(cells: Sequence[Cell], folder: Path, *, together: int = 1, **rest: Any) -> dict[str, str]:
+        asked.append(together)
+        return {}
+
+    monkeypatch.setattr(running, "run_cells", able)
+    assert command(papers, "--together", "3") == 0 and asked == [3]
+    monkeypatch.setattr(running, "run_cells", lambda cells, folder, **rest: {})
+    assert command(papers, "--together", "3") == 2
+
+
+def test_contradictions_are_refused(papers: Path) -> None:
+    """Another accuracy of the same run, other settings, a run that is not planned: nothing is written."""
+    written(papers, lambda run: record(run, 0.5))
+    before = (papers / "results" / "tiny.jsonl").read_text()
+    new = papers / "new"
+    new.mkdir()
+    for wrong, words in (
+        (before.replace('"last-tenth": 0.5', '"last-tenth": 0.6'), "another record of standalone with seed 0"),
+        ('{"entry": "tiny"}\n', "line 1 of .* is no record"),
+    ):
+        (new / "tiny.jsonl").write_text(wrong)
+        with pytest.raises(InputError, match=words):
+            collect([new], papers / "results", papers / "campaign.yaml")
+        assert (papers / "results" / "tiny.jsonl").read_text() == before
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "rounds: 3"))
+    with pytest.raises(InputError, match="standalone with seed 0 .* rounds 1, but the campaign has 3"):
+        collect([], papers / "results", papers / "campaign.yaml")
+    (papers / "campaign.yaml").write_text(TINY.replace("[0, 1, 2]", "[0, 1]"))
+    with pytest.raises(InputError, match="seed 2 .* not in the campaign"):
+        collect([], papers / "results", papers / "campaign.yaml")
+    (papers / "results" / "tiny.jsonl").write_text(before[:-5])  # cut off while it was written
+    assert len(read_records([papers / "results"])) == 5
+
+
+def test_tables_by_hand(papers: Path) -> None:
+    """FedProto has 51, 54 and 54: 53 ± √3. It gains 1, 2 and 3 points: 2, and 4.303 / √3 = 2.48 to either side."""
+    base, gains = {0: 0.50, 1: 0.52, 2: 0.51}, {0: 0.01, 1: 0.02, 2: 0.03}
+
+    def made(run: Run) -> Record:
+        pairs = {"margins": [[3.0, 1.0], [5.0, 2.0]]} if run.row == "fedproto" else {}
+        return record(run, base[run.seed] + (gains[run.seed] if run.row == "fedproto" else 0), **pairs)
+
+    written(papers, made)
+    campaign = read_campaign(papers / "campaign.yaml")
+    (found,) = comparisons_of(campaign, papers / "results")
+    rows = [line.split(" | ") for line in accuracies(found, "n10/cifar10").splitlines()]
+    assert rows[0][:4] == ["| method", "seeds", "ours", "minus Standalone"]
+    assert rows[2] == ["| Standalone", "3", "51.0 ± 1.0", "", "49.0 ± 1.0", "56.0 ± 1.0", "51.0 ± 1.0",
+                       "96.53", "", "96.53", " |"]  # fmt: skip
+    assert rows[3][:6] == ["| FedProto", "3", "53.0 ± 1.7", "+2.0 (−0.5 to +4.5)", "51.0 ± 1.7", ""]
+    assert rows[3][7:] == ["96.51", "−0.02", "96.51", "−0.02 |"]
+    assert "| FedProto, by prototypes | 53.0 ± 1.7 | +2.0 (−0.5 to +4.5) |" in other_rules(found, "n10/cifar10")
+    assert "| FedProto | 4.00 | 1.50 |" in margins(found)
+    assert "| Standalone | 4.0 | 4.0 | 4e-06 | 2 | 3 |" in costs(found)
+    assert front(campaign, [found]).splitlines()[2:] == ["| Standalone | 51.0 ± 1.0 |", "| FedProto | +2.0 (−0.02) |"]
+
+
+def test_what_is_missing_is_said(papers: Path) -> None:
+    """Two of three seeds: no interval, no place on the front page, and never called complete."""
+    written(papers, lambda run: record(run, 0.5) if run.seed < 2 else None)
+    campaign = read_campaign(papers / "campaign.yaml")
+    comparisons = comparisons_of(campaign, papers / "results")
+    text = page(comparisons, papers / "words")
+    assert "**Not complete: 4 of 6 runs.**" in text and "| FedProto | 2 of 3 | 50.0 ± 0.0 | 0.0 |" in text
+    assert "| `tiny` | Digits | 2 |" in text
+    assert front(campaign, comparisons) == ""
+    assert with_front("no markers", "table") == "no markers"
+    assert "| FedProto | 50.0 ± 0.0 (2 of 3) |" in sweep(comparisons[0])
+    draw(comparisons[0], papers / "curves.png")
+    (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", "fedproto, fedssa]\n    changes"))
+    written(papers, lambda run: record(run, 0.5) if run.row != "fedssa" else None)
+    comparisons = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
+    assert "**Not complete: 6 of 9 runs.**" in page(comparisons, papers / "words")
+    assert "| FedProto | 0.0 (−0.02) |" in front(campaign, comparisons)  # the front page has only what is complete
+
+
+def test_the_page_is_what_the_records_give() -> None:
+    """After a change of records, words or the campaign: make results."""
+    campaign = read_campaign()
+    comparisons = comparisons_of(campaign, FOLDER / "results")
+    assert (ROOT / "docs" / "results.md").read_text() == page(comparisons, FOLDER / "words")
+    readme = (ROOT / "README.md").read_text()
+    assert readme == with_front(readme, front(campaign, comparisons))
+    for each in comparisons:
+        shown = each.found and len(each.entry.points) == 1
+        assert not shown or (ROOT / "docs" / "pictures" / f"results-{each.name}.png").exists()
