@@ -25,6 +25,7 @@ from polyfed.bench import noise
 from polyfed.compute import machine_name
 from polyfed.data import Dataset
 from polyfed.engines.together import Group
+from polyfed.records import RunFolder
 from polyfed.server.federation import Watcher
 
 CLIENTS, IMAGES, BATCH = 10, 640, 64
@@ -54,6 +55,14 @@ def run(method: str, number: int, data: Dataset, folder: Path, options: argparse
     )  # fmt: skip
 
 
+def check_together(run: RunFolder) -> None:
+    """Raise if a run did not train with the others, because the comparison would be of something else."""
+    notes = [event["note"] for event in run.events() if event["event"] == "note"]
+    for note in notes:
+        if "together" in note:
+            raise RuntimeError(note)
+
+
 def seconds_per_round(clocks: Sequence[Clock]) -> float:
     """The mean time of a round after the warm-up, until the last run has had it."""
     ends = [max(each) for each in zip(*(clock.ends for clock in clocks), strict=True)]
@@ -76,6 +85,8 @@ def measure(method: str, data: Dataset, options: argparse.Namespace) -> dict[str
         failed = Group().run(works)
         for error in failed.values():
             raise error
+        for number in range(options.runs):
+            check_together(RunFolder.open(Path(folder) / "together" / f"{method}-{number}"))
     one_by_one = [seconds_per_round([clock]) for clock in alone]
     one, together = sorted(one_by_one)[len(one_by_one) // 2], seconds_per_round(clocks)
     return {
