@@ -1,7 +1,8 @@
 """How much longer several runs take than one, if their clients train together, and if they run one after another.
 
 Ten clients with the five CNNs, 640 CIFAR-sized images each, batch 64, one epoch; FedProto and Standalone. A round is
-everything that belongs to it: messages, server, evaluation, records. Rounds that compile and capture are left out.
+everything that belongs to it: messages, server, evaluation, records. Rounds that compile and capture are left out,
+and so is the last one, at whose end models are written.
 
     python benchmarks/stacked_runs.py [--device cuda] [--runs 5] [--rounds 20] [--differ lr] [--json]
 """
@@ -49,7 +50,7 @@ def run(method: str, number: int, data: Dataset, folder: Path, options: argparse
     seed, lr = (0, 0.01 * (1 + number / 10)) if options.differ == "lr" else (number, 0.01)
     api.run(
         method, data=data, models="papers", clients=CLIENTS, partition="iid", split="8:1:1", seed=seed, lr=lr,
-        rounds=WARM_UP + options.rounds, batch_size=BATCH, engine="vectorized", device=options.device,
+        rounds=WARM_UP + options.rounds + 1, batch_size=BATCH, engine="vectorized", device=options.device,
         eval_every=options.eval_every, checkpoint_every=10_000, out=folder / f"{method}-{number}", watcher=clock,
         progress=False,
     )  # fmt: skip
@@ -64,8 +65,11 @@ def check_together(run: RunFolder) -> None:
 
 
 def seconds_per_round(clocks: Sequence[Clock]) -> float:
-    """The mean time of a round after the warm-up, until the last run has had it."""
-    ends = [max(each) for each in zip(*(clock.ends for clock in clocks), strict=True)]
+    """The mean time of a round after the warm-up, until the last run has had it.
+
+    Without the last round, at whose end a run writes its models while the others wait.
+    """
+    ends = [max(each) for each in zip(*(clock.ends for clock in clocks), strict=True)][:-1]
     return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
 
 
