@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -251,6 +253,19 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+@contextmanager
+def data_kept() -> Iterator[None]:
+    """Inside, data that several experiments name are loaded once, and all of them have the same tensors."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+_kept: ContextVar[dict[tuple[str | None, ...], Dataset] | None] = ContextVar("kept data", default=None)
+
+
 def named_data(config: Experiment) -> Dataset:
     """The dataset that an experiment names."""
     if config.data.startswith(PYTHON):
@@ -258,7 +273,14 @@ def named_data(config: Experiment) -> Dataset:
             f"the data '{config.data.removeprefix(PYTHON)}' came from Python; pass it again: "
             "polyfed.resume(run, data=…)."
         )
-    return load_dataset(config.data, config.data_folder, label=config.label, client=config.client, image=config.image)
+    names = (config.data, config.data_folder, config.label, config.client, config.image)
+    key, kept = tuple(None if name is None else str(name) for name in names), _kept.get()
+    if kept is not None and key in kept:
+        return kept[key]
+    found = load_dataset(config.data, config.data_folder, label=config.label, client=config.client, image=config.image)
+    if kept is not None:
+        kept[key] = found
+    return found
 
 
 def settled(config: Experiment, dataset: Dataset) -> Experiment:

@@ -44,6 +44,11 @@ class BadMessage(PolyfedError):
 class DivergedError(RunError):
     """A training loss became NaN or infinite."""
 
+    def __init__(self, message: str, client: int | None = None) -> None:
+        super().__init__(message)
+        self.client = client
+        """Whose training it was, as its engine numbers clients."""
+
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     """The error for a name that does not exist, with the nearest name that does.
@@ -93,7 +98,7 @@ def user_place(error: BaseException) -> str:
     return f" ({shown}, line {own[-1].lineno})"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An error of another library as part of our sentence."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".: ")

@@ -13,7 +13,7 @@ from torch import Tensor
 from polyfed.data import ClientData, Dataset
 from polyfed.devices import Device
 from polyfed.errors import InputError
-from polyfed.methods.base import Knowledge, MessageStep, Method, Task, Training
+from polyfed.methods.base import Knowledge, MessageStep, Method, Phase, Task, Training
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Architecture
 from polyfed.models.catalogue import FromCatalogue
@@ -81,6 +81,18 @@ class Population:
     def labels(self) -> Tensor:
         """All samples' classes, on the CPU."""
         return self.dataset.labels.cpu()
+
+    def home(self, client: int) -> tuple[Population, int]:
+        """The client's own run and its number there: this one, unless clients of several runs train together."""
+        return self, client
+
+    def numbers(self, clients: Sequence[int]) -> dict[str, Tensor]:
+        """What differs between these clients' settings, a value for each; within one run, nothing does."""
+        return {}
+
+    def phase(self, client: int, phase: Phase) -> Phase:
+        """The client's own phase of that name: its draws may depend on its run's settings."""
+        return phase
 
     def knowledge(self, client: int, round: int) -> Knowledge:
         """What the client knows about its data in that round."""

@@ -29,6 +29,12 @@ error_console = plain_console(stderr=True)
 T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Trust = Annotated[bool, typer.Option("--trust", help="import the code that the file names as package.module:name")]
+Together = Annotated[
+    int | None,
+    typer.Option(
+        metavar="NUMBER", help="runs whose clients train as one batch (default: on a GPU as many as fit, on a CPU 1)"
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print only the run's folder")]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyfed.cli.base import Trust, out_console, watch
+from polyfed.cli.base import Together, Trust, out_console, watch
 from polyfed.cli.options import experiment_options
 from polyfed.errors import InputError
 from polyfed.yaml_text import parse_values
@@ -29,6 +29,7 @@ def compare(
         typer.Option(metavar="NAME=V1,V2", help="a setting and the values to try; again for more settings"),
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="NUMBER", help="runs side by side, each in a process of its own")] = 1,
+    together: Together = None,
     baseline: Annotated[
         str, typer.Option(metavar="METHOD", help="the method that the others are compared with")
     ] = "standalone",
@@ -63,9 +64,9 @@ def compare(
     found = watch(
         quiet or jobs > 1 or not out_console.is_terminal,  # a line for every round of many runs would bury the rest
         lambda watcher: compared(
-            methods, out=out, seeds=seeds, sweeps=sweeps, jobs=jobs, baseline=None if no_differences else baseline,
-            round=round, rule=rule, target=target, metric=metric, noise_floor=not no_noise_floor, trust=trust,
-            watcher=watcher,
+            methods, out=out, seeds=seeds, sweeps=sweeps, jobs=jobs, together=together,
+            baseline=None if no_differences else baseline, round=round, rule=rule, target=target, metric=metric,
+            noise_floor=not no_noise_floor, trust=trust, watcher=watcher,
             tell=(lambda line: None) if quiet else lambda line: out_console.print(line, soft_wrap=True), **changes,
         ),
         lambda watcher: f"stopped; the same command continues in {out}.",

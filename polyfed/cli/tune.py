@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from polyfed.cli.base import Quiet, error_console, out_console, watch
+from polyfed.cli.base import Quiet, Together, error_console, out_console, watch
 from polyfed.cli.options import experiment_options
 from polyfed.errors import InputError, unknown_name
 from polyfed.report import tables
@@ -44,6 +44,7 @@ def tune(
         bool, typer.Option(help="stop a trial that is worse than the median of its method's earlier ones")
     ] = True,
     keep_runs: Annotated[bool, typer.Option("--keep-runs", help="keep the run folder of every trial")] = False,
+    together: Together = None,
     out: Annotated[str | None, typer.Option(metavar="FOLDER", help="the search's folder")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -67,7 +68,8 @@ def tune(
         lambda watcher: search_for(
             methods, out=out, trials=trials, seeds=parse_seeds(seeds), sampler=chosen,
             search=parse_search(search or [], chosen), metric=metric, prune=prune, keep_runs=keep_runs,
-            watcher=watcher, tell=tell, note=lambda text: error_console.print(text, soft_wrap=True), **changes,
+            together=together, watcher=watcher, tell=tell,
+            note=lambda text: error_console.print(text, soft_wrap=True), **changes,
         ),
         lambda watcher: _stopped(out),
     )  # fmt: skip

@@ -65,6 +65,7 @@ def compare(
     seeds: Sequence[int] | str = "0-4",
     sweeps: Mapping[str, Sequence[Any]] | None = None,
     jobs: int = 1,
+    together: int | None = None,
     baseline: str | None = "standalone",
     round: str = "final",
     rule: str | None = None,
@@ -83,7 +84,9 @@ def compare(
     `methods` are names, classes, YAML files, or mappings with a `name`, options and a `label`. `sweeps` maps settings
     to the values to try. `metric` is what methods are ranked by: accuracy, balanced_accuracy, macro_f1 or, for two
     classes, auc. `baseline` is the method that the others are compared with, or None. `settings` are those of
-    `polyfed.run`. Runs that fail are in `failures`; the table has the others.
+    `polyfed.run`. `jobs` processes work at a time. Up to `together` runs that differ in seeds and numbers only train
+    their clients in the same cohorts of the vectorized engine; none: as many as make sense on a GPU, one on a CPU. Runs
+    that fail are in `failures`; the table has the others.
 
     >>> found = compare(["standalone", "fedproto"], seeds="0-2", rounds=5, out="proto")   # doctest: +SKIP
     >>> found.table[["method", "accuracy_final_mean", "difference_low", "difference_high"]]   # doctest: +SKIP
@@ -95,7 +98,7 @@ def compare(
     question = Question(_checked_round(round), rule, find_baseline(cells, baseline), _checked_target(target), ranked)
     path = Path(out)
     finish = partial(
-        run_cells, jobs=jobs, watcher=watcher,
+        run_cells, jobs=jobs, together=together, watcher=watcher,
         data=data if isinstance(data, Dataset) else None, models=None if isinstance(models, str) else models,
     )  # fmt: skip
     with folders.claimed(path, cells):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from polyfed import api
 from polyfed.addresses import PYTHON, names_code, trusting
 from polyfed.comparison.crew import Crew
 from polyfed.comparison.plan import Cell
+from polyfed.comparison.together import Run, finish_together, grouped, most_together, named_watchers
 from polyfed.config import Experiment, read_yaml
 from polyfed.data import Dataset, load_dataset, parse_address
 from polyfed.errors import FolderError, InputError, PolyfedError, first_line
@@ -42,6 +44,7 @@ def run_cells(
     folder: Path,
     *,
     jobs: int = 1,
+    together: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
     watcher: Watcher | None = None,
     data: Dataset | None = None,
@@ -50,7 +53,8 @@ def run_cells(
     """Finish every run under `folder`/runs and return the reason of each that failed, by its name.
 
     Finished runs stay as they are, interrupted ones are resumed, and a failed one does not stop the others. `jobs`
-    runs at a time are in processes of their own; a single one in this process. `tell` gets a line per finished
+    runs at a time are in processes of their own; a single one in this process. Up to `together` runs of one kind train
+    their clients in the same cohorts; none: as many as make sense on a GPU. `tell` gets a line per finished
     run, `watcher` hears of the rounds in this process and may ask to stop. Raises `Interrupted` after Ctrl-C, and
     `InputError` if all runs fail for the same wrong input. `data` and `models` are those that came from Python.
     """
@@ -62,7 +66,9 @@ def run_cells(
     if len(paths) < len(cells):
         raise InputError("two runs of the comparison have the same name: give their methods other labels.")
     errors, watcher = Errors(), watcher or Watcher()
-    left = _unfinished(cells, paths, errors, tell)
+    for cell in cells:
+        most_together(cell.config, together)  # refuses what can't be, before anything runs
+    left = grouped(_unfinished(cells, paths, errors, tell), lambda cell: cell.config, together)
     if left and jobs == 1:
         _one_by_one(left, paths, errors, tell, watcher, data, models)
     elif left:
@@ -92,6 +98,25 @@ def finish(
     values |= {} if models is None else {"models": models}
     with trusting(True):
         api.run(**values, out=path, watcher=watcher, progress=False)
+
+
+def finish_group(
+    runs: Mapping[str, tuple[Experiment, Path]],
+    watcher: Watcher,
+    data: Dataset | None = None,
+    models: Models | None = None,
+) -> dict[str, BaseException]:
+    """Run, or resume, experiments that can train together; returns what went wrong with which."""
+    work = partial(finish, data=data, models=models)
+    if len(runs) > 1:
+        watchers = named_watchers(watcher, list(runs))
+        return finish_together({name: Run(*run, watchers[name]) for name, run in runs.items()}, work)
+    ((name, run),) = runs.items()
+    try:
+        work(*run, watcher)
+    except (Exception, KeyboardInterrupt) as error:
+        return {name: error}
+    return {}
 
 
 FROM_DATA = ("partition", "clients")
@@ -151,7 +176,7 @@ def _unfinished(
 
 
 def _one_by_one(
-    cells: Sequence[Cell],
+    groups: Sequence[Sequence[Cell]],
     paths: Mapping[str, Path],
     errors: Errors,
     tell: Callable[[str], None],
@@ -159,37 +184,54 @@ def _one_by_one(
     data: Dataset | None,
     models: Models | None,
 ) -> None:
-    for number, cell in enumerate(cells, 1):
+    done, total = 0, sum(map(len, groups))
+    for group in groups:
         if watcher.stop_requested:
-            raise _stopped(number - 1, len(cells))
+            raise _stopped(done, total)
         try:
-            finish(cell.config, paths[cell.name], watcher, data, models)
-        except (Interrupted, KeyboardInterrupt) as error:
-            raise _stopped(number - 1, len(cells)) from error
-        except Exception as error:  # one run's failure must not cost the others
-            errors.add(cell.name, reason_of(error), of_input=isinstance(error, InputError))
-        _tell_end(tell, number, len(cells), cell, errors)
+            found = finish_group({c.name: (c.config, paths[c.name]) for c in group}, watcher, data, models)
+        except KeyboardInterrupt as error:
+            raise _stopped(done, total) from error
+        stopped = {name for name, error in found.items() if isinstance(error, Interrupted | KeyboardInterrupt)}
+        for cell in group:
+            if cell.name in stopped:
+                continue
+            done += 1
+            problem = found.get(cell.name)
+            if problem is not None:  # one run's failure must not cost the others
+                errors.add(cell.name, reason_of(problem), of_input=isinstance(problem, InputError))
+            _tell_end(tell, done, total, cell, errors)
+        if stopped:
+            raise _stopped(done, total) from found[min(stopped)]
 
 
 def _side_by_side(
-    cells: Sequence[Cell],
+    groups: Sequence[Sequence[Cell]],
     paths: Mapping[str, Path],
     jobs: int,
     errors: Errors,
     tell: Callable[[str], None],
     watcher: Watcher,
 ) -> None:
+    cells = [cell for group in groups for cell in group]
     _fetch_data(cells)
-    by_name = {cell.name: cell for cell in cells}
-    tasks = {name: {"config": _portable(cell.config), "path": str(paths[name])} for name, cell in by_name.items()}
+    tasks = {
+        group[0].name: {c.name: {"config": _portable(c.config), "path": str(paths[c.name])} for c in group}
+        for group in groups
+    }
+    by_task = {group[0].name: group for group in groups}
     done = 0
     with Crew(jobs) as crew:
         try:
-            for name, answer in crew.work(tasks, lambda: watcher.stop_requested):
-                done += 1
-                if answer.get("reason"):
-                    errors.add(name, str(answer["reason"]), of_input=bool(answer.get("of_input")))
-                _tell_end(tell, done, len(cells), by_name[name], errors)
+            for task, answer in crew.work(tasks, lambda: watcher.stop_requested):
+                for cell in by_task[task]:
+                    found = answer.get("runs", {}).get(cell.name, answer)  # a worker that died answers for all
+                    if found.get("stopped"):
+                        continue
+                    done += 1
+                    if found.get("reason"):
+                        errors.add(cell.name, str(found["reason"]), of_input=bool(found.get("of_input")))
+                    _tell_end(tell, done, len(cells), cell, errors)
         except KeyboardInterrupt:
             tell("Stopping after the rounds in progress, with checkpoints; press Ctrl-C again to stop at once.")
             with suppress(KeyboardInterrupt):
@@ -220,6 +262,6 @@ def _stopped(done: int, total: int) -> Interrupted:
     return Interrupted(f"stopped with {done} of {total} runs done; the same command continues with the others.")
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Why a run failed, in one line."""
     return str(error) if isinstance(error, PolyfedError) else f"{type(error).__name__}: {first_line(error)}"

@@ -1,4 +1,4 @@
-"""A worker process: reads tasks as lines of JSON, finishes the run of each, and answers in a line.
+"""A worker process: reads tasks as lines of JSON, finishes the runs of each, and answers in a line.
 
 When its input ends, because it was told to stop or because its parent has died, the run stops after its round.
 """
@@ -16,8 +16,8 @@ from typing import IO, Any
 import torch
 
 from polyfed.addresses import trusting
-from polyfed.comparison.runner import finish, reason_of
-from polyfed.config import experiment
+from polyfed.comparison.runner import finish_group, reason_of
+from polyfed.config import Experiment, experiment
 from polyfed.errors import InputError
 from polyfed.server.federation import Interrupted, Watcher
 
@@ -44,15 +44,25 @@ def _read(lines: IO[str], tasks: queue.Queue[str | None], watcher: Watcher) -> N
 
 
 def _do(task: dict[str, Any], threads: int, watcher: Watcher) -> dict[str, Any]:
+    """Finish the runs of a task, and say what came of each."""
     try:
-        with trusting(True):  # the parent has settled what may be imported
-            config = experiment(**task["config"])
-        if config.workers is None:
-            config = config.model_copy(update={"workers": threads})
-        finish(config, Path(task["path"]), watcher)
-    except Interrupted:
-        return {"stopped": True}
+        runs = {name: (_config(run["config"], threads), Path(run["path"])) for name, run in task.items()}
+        found = finish_group(runs, watcher)
     except Exception as error:  # the answer is what the parent names
+        found = dict.fromkeys(task, error)
+    return {"runs": {name: _answer(found.get(name)) for name in task}}
+
+
+def _config(values: dict[str, Any], threads: int) -> Experiment:
+    with trusting(True):  # the parent has settled what may be imported
+        config = experiment(**values)
+    return config.model_copy(update={"workers": threads}) if config.workers is None else config
+
+
+def _answer(error: BaseException | None) -> dict[str, Any]:
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return {"stopped": True}
+    if error is not None:
         return {"reason": reason_of(error), "of_input": isinstance(error, InputError)}
     return {}
 

@@ -85,14 +85,17 @@ class VectorizedEngine(LocalEngine):
         score: bool = False,
     ) -> list[Reply]:
         replies: dict[int, Reply] = {}
-
-        def keep(answers: list[Reply]) -> None:
+        for answers in self.answers(round, downloads):
             for reply in answers:
                 replies[reply.client] = reply
                 done(reply.client)
+        return [replies[client] for client in sorted(replies)]
 
+    def answers(self, round: int, downloads: Mapping[int, Message]) -> Iterator[list[Reply]]:
+        """The replies, cohort by cohort; a client's new state is kept when its reply is given, and not before."""
         for clients in self._cohorts(downloads, stackable=False):
-            keep([self._train_one(self._bench, client, downloads[client], round) for client in clients])
+            for client in clients:
+                yield [self._train_one(self._bench, client, downloads[client], round)]
             self._bench.release()
         # Cohorts of one architecture use the same memory, so they train one after another; all others side by side.
         waiting: dict[str, deque[list[int]]] = {}
@@ -101,10 +104,8 @@ class VectorizedEngine(LocalEngine):
         with beside(self.population.device):
             while waiting:
                 wave = [waiting[name].popleft() for name in list(waiting)[: None if self._apart else 1]]
-                for answers in self._train_side_by_side(wave, downloads, round):
-                    keep(answers)
+                yield from self._train_side_by_side(wave, downloads, round)
                 waiting = {name: cohorts for name, cohorts in waiting.items() if cohorts}
-        return [replies[client] for client in sorted(replies)]
 
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
@@ -170,7 +171,7 @@ class VectorizedEngine(LocalEngine):
             )
         for clients in too_large:
             again = partial(self._train_stacked, downloads=downloads, round=round)
-            yield [reply for part in self._alone(clients, again) for reply in part]
+            yield from self._alone(clients, again)
 
     def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
         return self._finish(self._begin(clients, downloads, round), round)
@@ -205,10 +206,15 @@ class VectorizedEngine(LocalEngine):
     def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
         """Whether everyone takes part, so the next round has the same cohorts, with few enough samples."""
         people = self.population
-        if len(participants) < len(people.data) or round == people.task.rounds:
+        if len(participants) < self._present or round == people.task.rounds:
             return False
         epochs = sum(phase.epochs for phase in people.method.phases())
         return epochs * sum(len(own.train) for own in people.data.values()) <= MOST_AHEAD
+
+    @property
+    def _present(self) -> int:
+        """How many clients can take part."""
+        return len(self.population.data)
 
     def _draw_ahead(self, queued: Iterable[CohortRound], round: int) -> None:
         """Draw the batches of these cohorts for the next round too, while the GPU works."""
@@ -220,6 +226,9 @@ class VectorizedEngine(LocalEngine):
         self, clients: list[int], state: State, phase: Phase, plan: Plan, drops: Callable[[], list[torch.Generator]]
     ) -> stacked.PhaseStep:
         captured = self._captured(clients[0], state, phase)
+        padded = clients + clients[:1] * (len(captured.step.total) - len(clients))
+        for name, values in self.population.numbers(padded).items():
+            captured.step.numbers[name].copy_(values)
         captured.run(plan, drops)
         return captured.step
 
@@ -229,7 +238,7 @@ class VectorizedEngine(LocalEngine):
         stream, flops = self._stream(clients[0]), self._client_flops(clients[0])
         with stream.entered(), torch.no_grad():
             network = self._network(clients[0]).eval()
-            own = {name: tensor[: len(clients)] for name, tensor in work.stack.state.items()}
+            own = self._own(clients, work.stack)
             statistics = stacked.collect(people, clients, network, own, self._note)
             remarks: list[tuple[str, ...]] = [()] * len(clients)
             if type(method).inspect is not Method.inspect:
@@ -250,7 +259,8 @@ class VectorizedEngine(LocalEngine):
             losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
             work.check_weights(weights, round)
             local.check_statistics(answers, clients, round)
-            uploads = (local.upload(people, *one) for one in zip(clients, answers, strict=True))
+            pairs = zip(clients, answers, strict=True)
+            uploads = (local.upload(*people.home(client), answer) for client, answer in pairs)
             messages = [self._within_budget(message, round) for message in uploads]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last: a cohort that has run out of memory is tried again from its old states.
@@ -272,7 +282,7 @@ class VectorizedEngine(LocalEngine):
         self, clients: list[int], downloads: Mapping[int, Message], round: int
     ) -> dict[int, Evaluation]:
         stack = self._stack(clients, round, downloads, keep=False)
-        own = {name: tensor[: len(clients)] for name, tensor in stack.state.items()}
+        own = self._own(clients, stack)
         with torch.no_grad(), local.explained(self.population, clients, f"the evaluation of round {round}"):
             return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own, self._note)
 
@@ -296,8 +306,13 @@ class VectorizedEngine(LocalEngine):
         receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
         arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
         for (client, own), message in zip(receivers, arrived, strict=True):
-            local.receive(self.population, client, own, message, round)
+            local.receive(*self.population.home(client), own, message, round)
         return stack
+
+    def _own(self, clients: list[int], stack: stacked.Stack) -> State:
+        """The clients' part of their stack, and the numbers that differ between them."""
+        state = {name: tensor[: len(clients)] for name, tensor in stack.state.items()}
+        return state | self.population.numbers(clients)
 
     def _size(self, clients: list[int]) -> int:
         """The size a cohort is padded to, so that few different shapes occur over many rounds."""
@@ -318,7 +333,8 @@ class VectorizedEngine(LocalEngine):
         key = (name, len(next(iter(state.values()))), phase.name)
         if key not in self._steps:
             exact = self._exact(name, key[1], phase)
-            step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact)
+            numbers = self.population.numbers([client] * key[1])
+            step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact, numbers=numbers)
             most = phase.epochs * -(-self._longest[name] // self._width(client))
             self._steps[key] = CapturedStep(step, self._stream(client), most)
             while len(self._steps) > KEPT_STEPS:
@@ -340,19 +356,21 @@ class VectorizedEngine(LocalEngine):
         with self._building:
             return self._build(client)
 
-    def _fitting(self, clients: list[int], work: Callable[[list[int]], Result]) -> list[Result]:
+    def _fitting(self, clients: list[int], work: Callable[[list[int]], Result]) -> Iterator[Result]:
         """Do the work for all clients at once, or in smaller and smaller cohorts until they fit into memory."""
         try:
-            return [work(clients)]
+            yield work(clients)
+            return
         except torch.OutOfMemoryError:
             pass  # memory can be freed only after the error has released its frames
-        return self._alone(clients, work)
+        yield from self._alone(clients, work)
 
-    def _alone(self, clients: list[int], work: Callable[[list[int]], Result]) -> list[Result]:
+    def _alone(self, clients: list[int], work: Callable[[list[int]], Result]) -> Iterator[Result]:
         """The same after freeing what other cohorts left in memory."""
         self._let_go()
         try:
-            return [work(clients)]
+            yield work(clients)
+            return
         except torch.OutOfMemoryError:
             if len(clients) == 1:
                 raise
@@ -363,7 +381,8 @@ class VectorizedEngine(LocalEngine):
             self.notes.append(
                 f"{len(clients)} clients at once did not fit into memory; from now on at most {half} train together"
             )
-        return [result for part in (clients[:half], clients[half:]) for result in self._fitting(part, work)]
+        for part in (clients[:half], clients[half:]):
+            yield from self._fitting(part, work)
 
     def _let_go(self) -> None:
         """Free all memory that is only kept to be faster next time."""
@@ -402,11 +421,12 @@ class VectorizedEngine(LocalEngine):
         alone = name in self._single
         few = min(2, width) if self._normed[name] else width  # two large networks may not fit into memory
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
+        numbers = people.numbers(twice)
         try:
             for phase in people.method.phases():
                 plan = new_plan(people, twice, few, 2, phase, 0)
                 if plan.active:
-                    step = stacked.PhaseStep(people, network, phase, state, exact=alone)
+                    step = stacked.PhaseStep(people, network, phase, state, exact=alone, numbers=numbers)
                     step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
                     inputs = plan.on(people.device).at(0)
                     step.prepare(inputs)
@@ -415,6 +435,7 @@ class VectorizedEngine(LocalEngine):
                         step.check_masks(several.on(people.device).at(0))
                     step(inputs | step.masks.draw((), (), few))
             network.eval()
+            state |= numbers
             with torch.no_grad():
                 stacked.own_rules(people, twice, network, state)
                 stacked.collect(people, twice, network, state)

@@ -103,7 +103,7 @@ class LineProgress(QuietProgress):
             left = per_round * (self._rounds - round)
             answered = f"{row['replies']} of {len(self._names)} answered  " if self._names else ""
             self.show(
-                f"round {round}/{self._rounds}  {answered}accuracy {100 * row['accuracy_mean']:.2f} %  "
+                f"{_run_of(row)}round {round}/{self._rounds}  {answered}accuracy {100 * row['accuracy_mean']:.2f} %  "
                 f"loss {row['loss_mean']:.4f}  {row['seconds']:.1f} s  {left:.0f} s left"
             )
 
@@ -206,11 +206,16 @@ class BarProgress(QuietProgress):
         self._bar.update(self._task, completed=round, description="round")
         self._answered = []
         if row is not None:
-            text = f"accuracy {100 * row['accuracy_mean']:.2f} %  loss {row['loss_mean']:.4f}"
+            text = f"{_run_of(row)}accuracy {100 * row['accuracy_mean']:.2f} %  loss {row['loss_mean']:.4f}"
             self._bar.update(self._task, accuracy=text)
 
     def on_note(self, note: str) -> None:
         self._bar.console.print(f"note: {note}")
+
+
+def _run_of(row: Mapping[str, Any]) -> str:
+    """The name of a round's run, where several run at once."""
+    return f"{row['run']}  " if "run" in row else ""
 
 
 @contextmanager

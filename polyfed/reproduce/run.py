@@ -88,7 +88,7 @@ def reproduce(
     folder = _claimed(Path(out), recipe, scale)
     if warning:
         tell(warning)
-    failures = run_cells(cells, folder, jobs=jobs, tell=tell, watcher=watcher)
+    failures = run_cells(cells, folder, jobs=jobs, together=1, tell=tell, watcher=watcher)
     done = [cell for cell in cells if cell.name not in failures]
     table = _with_differences([_row(recipe, scale, own, folder, failures) for own in _by_cell(cells)], recipe)
     figure = _series(recipe, done, folder)

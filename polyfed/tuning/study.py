@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from polyfed.comparison.outcomes import check_metric, without
 from polyfed.comparison.plan import nested
 from polyfed.comparison.runner import finish
+from polyfed.comparison.together import Run, finish_together, grouped, most_together
+from polyfed.config import Experiment, merged
 from polyfed.config import experiment as checked
-from polyfed.config import merged
 from polyfed.data.splits import parse_split
 from polyfed.errors import DivergedError, FolderError, InputError, RunError
 from polyfed.methods import find_method
@@ -26,6 +27,7 @@ from polyfed.metrics import Metric
 from polyfed.records import RunFolder
 from polyfed.seeds import derive
 from polyfed.server.federation import Interrupted, Watcher
+from polyfed.tuning.attempts import Attempt, Pruner, validation_curve
 from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import Trial, Tuned, TuneFolder
 from polyfed.tuning.space import (
@@ -60,6 +62,7 @@ def tune(
     metric: str = "accuracy",
     prune: bool = True,
     keep_runs: bool = False,
+    together: int | None = None,
     watcher: Watcher | None = None,
     tell: Callable[[Trial], None] = lambda trial: None,
     note: Callable[[str], None] = lambda text: None,
@@ -70,17 +73,19 @@ def tune(
     `metric` is what validation samples are scored by: accuracy, balanced_accuracy, macro_f1 or, for two classes, auc.
     `search` maps settings to `Choices` or a `Range`; without it the common training settings and each method's own grid
     are searched. `out` keeps every trial: the same call continues a search that was stopped, and more trials extend it.
-    `tell` is called after each trial, `watcher` is told of every run.
+    Up to `together` runs train their clients in the same cohorts: a trial's seeds, and trials that don't depend on each
+    other; none: as many as make sense on a GPU. `tell` is called after each trial, `watcher` is told of every run.
 
     >>> tune(["fedproto", "standalone"], out="search", trials=10, rounds=10)           # doctest: +SKIP
     """
     _need_optuna()
     given = dict(search or {})
     _check(methods, trials, seeds, given, settings)
-    chosen = check_metric(metric, checked(**{**settings, "method": "standalone"}).data)
+    base = checked(**{**settings, "method": "standalone"})
+    chosen, together = check_metric(metric, base.data), most_together(base, together)
     plan = {
         "settings": {
-            **checked(**{**settings, "method": "standalone"}).model_dump(mode="json", exclude={"method", "seed"}),
+            **base.model_dump(mode="json", exclude={"method", "seed"}),
             "method": dict(settings.get("method", {})),
         },
         "seeds": list(seeds), "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
@@ -89,7 +94,7 @@ def tune(
     with TuneFolder.claimed(Path(out), plan, chosen) as folder:
         spaces = {method: search_space(method, given, sampler, settings) for method in methods}
         studies = [
-            _Study(folder, method, space, sampler, seeds, settings, prune, keep_runs, watcher or Watcher())
+            _Study(folder, method, space, sampler, seeds, settings, prune, keep_runs, together, watcher or Watcher())
             for method, space in spaces.items()
         ]
         _check_equal(folder, methods, trials)
@@ -151,9 +156,10 @@ class _Study:
         settings: Mapping[str, Any],
         prune: bool,
         keep_runs: bool,
+        together: int,
         watcher: Watcher,
     ) -> None:
-        self.folder, self.method, self.space, self.seeds = folder, method, space, seeds
+        self.folder, self.method, self.space, self.seeds, self.together = folder, method, space, seeds, together
         self.settings, self.keep_runs, self.watcher = of_method(method, settings), keep_runs, watcher
         self.points = grid_points(space, seeds[0], method) if sampler == "grid" else None
         self.prune = prune
@@ -175,32 +181,70 @@ class _Study:
 
     def run(self, count: float) -> Any:
         """Run trials until there are that many; yields each."""
-        while len(self.folder.of(self.method)) < count:
-            trial = self._trial(len(self.folder.of(self.method)))
-            self.folder.add(trial)
-            self._told(trial)
-            if not self.keep_runs:
-                self._remove_runs(trial.number)
-            yield trial
+        while (first := len(self.folder.of(self.method))) < count:
+            begin = time.perf_counter()
+            attempts = [self._attempt(number) for number in self._at_once(first, count)]
+            self._run_together(attempts)
+            shared = (time.perf_counter() - begin) / len(attempts)
+            for attempt in attempts:
+                trial = self._trial(attempt)
+                trial = replace(trial, seconds=trial.seconds + shared)
+                self.folder.add(trial)
+                self._told(trial)
+                if not self.keep_runs:
+                    self._remove_runs(trial.number)
+                yield trial
 
-    def _trial(self, number: int) -> Trial:
-        begin = time.perf_counter()
+    def _at_once(self, first: int, count: float) -> list[int]:
+        """The next trials that can run at the same time: those whose settings and end do not depend on each other."""
+        numbers = [first]
+        for number in range(first + 1, first + max(1, self.together // len(self.seeds))):
+            starting = number < STARTUP
+            if number >= count or not (starting or (self.points is not None and not self.prune)):
+                break
+            numbers.append(number)
+        return numbers
+
+    def _attempt(self, number: int) -> Attempt:
         asked, values = self._suggest(number)
-        trial = Trial(self.method, number, values, "finished")
+        first = Pruner(self.watcher, asked if self.prune and number >= STARTUP else None, self.folder.metric)
+        others = {seed: Pruner(self.watcher, None, self.folder.metric, first) for seed in self.seeds[1:]}
         try:
-            config = applied(self.settings, values)
+            config: Experiment | InputError = applied(self.settings, values)
+        except InputError as error:
+            config = error
+        return Attempt(number, values, config, {self.seeds[0]: first, **others})
+
+    def _run_together(self, attempts: Sequence[Attempt]) -> None:
+        """Do the runs of these trials that can train together; all others are left."""
+        runs = [run for attempt in attempts for run in attempt.runs(self.seeds)]
+        for group in grouped(runs, lambda run: run[1], self.together):
+            if len(group) == 1:
+                continue
+            named: dict[str, tuple[Attempt, int]] = {}
+            works: dict[str, Run] = {}
+            for attempt, config in group:
+                path = self._path(attempt.number, config.seed)
+                attempt.watchers[config.seed].call(path.name, leads=not works)
+                works[path.name] = Run(config, path, attempt.watchers[config.seed])
+                named[path.name] = attempt, config.seed
+            errors = finish_together(works, finish)
+            for name, (attempt, seed) in named.items():
+                attempt.outcomes[seed] = errors.get(name)
+
+    def _trial(self, attempt: Attempt) -> Trial:
+        begin = time.perf_counter()
+        trial = Trial(self.method, attempt.number, attempt.values, "finished")
+        try:
+            if isinstance(attempt.config, InputError):
+                raise attempt.config
             scores: list[float] = []
             curve: dict[int, float] = {}
-            for seed in self.seeds:
-                watcher = _Pruner(
-                    self.watcher,
-                    asked if self.prune and not scores and number >= STARTUP else None,
-                    self.folder.metric,
-                )
-                curve_of_seed = self._run(number, config.model_copy(update={"seed": seed}), watcher)
+            for _, config in attempt.runs(self.seeds):
+                curve_of_seed = self._run(attempt, config)
                 curve = curve or curve_of_seed
                 scores.append(curve_of_seed[max(curve_of_seed)])
-                if watcher.pruned:
+                if attempt.watchers[config.seed].pruned:
                     trial = replace(trial, state="pruned")
                     break
             trial = replace(trial, value=sum(scores) / len(scores), curve=curve)
@@ -213,12 +257,19 @@ class _Study:
             trial = replace(trial, state="failed", reason=str(error))
         return replace(trial, seconds=time.perf_counter() - begin)
 
-    def _run(self, number: int, config: Any, watcher: _Pruner) -> dict[int, float]:
-        """Validation accuracy by round of one run, which continues if it was interrupted."""
-        path = self.folder.path / "runs" / _run_name(self.method, number, config.seed)
+    def _path(self, number: int, seed: int) -> Path:
+        path = self.folder.path / "runs" / _run_name(self.method, number, seed)
         path.parent.mkdir(exist_ok=True)
+        return path
+
+    def _run(self, attempt: Attempt, config: Experiment) -> dict[int, float]:
+        """Validation accuracy by round of one run, which continues if it was interrupted."""
+        path, watcher = self._path(attempt.number, config.seed), attempt.watchers[config.seed]
         try:
-            finish(config, path, watcher)
+            if config.seed not in attempt.outcomes:
+                finish(config, path, watcher)
+            elif (error := attempt.outcomes[config.seed]) is not None:
+                raise error
         except Interrupted:
             if not watcher.pruned:
                 raise
@@ -288,45 +339,6 @@ class _Study:
             path = self.folder.path / "runs" / _run_name(self.method, number, seed)
             if (path / "run.json").is_file():
                 shutil.rmtree(path)
-
-
-class _Pruner(Watcher):
-    """Passes everything on, and stops a run that is worse than the median of its method's earlier trials."""
-
-    def __init__(self, outer: Watcher, trial: optuna.trial.Trial | None, metric: Metric) -> None:
-        self._outer, self._trial, self._metric, self._reported = outer, trial, metric, 0
-        self.pruned = False
-
-    @property
-    def stop_requested(self) -> bool:  # type: ignore[override]
-        return self.pruned or self._outer.stop_requested
-
-    def on_start(self, config: Any, first_round: int) -> None:
-        self._outer.folder = self.folder
-        self._outer.on_start(config, first_round)
-
-    def on_client(self, round: int, client: int) -> None:
-        self._outer.on_client(round, client)
-
-    def on_note(self, note: str) -> None:
-        self._outer.on_note(note)
-
-    def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
-        self._outer.on_round(round, row)
-        if row is None or self._trial is None or self.folder is None:
-            return
-        curve = validation_curve(RunFolder.open(self.folder), self._metric)
-        for number, value in list(curve.items())[self._reported :]:
-            self._trial.report(value, number)
-        self._reported = len(curve)
-        self.pruned = self.pruned or self._trial.should_prune()
-
-
-def validation_curve(folder: RunFolder, metric: Metric = "accuracy") -> dict[int, float]:
-    """Mean validation accuracy, or another metric, over clients by round, by the method's own rule."""
-    rows = folder.evaluations()
-    rows = rows[rows.part == "validation"].drop_duplicates("round")  # the own rule comes first
-    return {int(r): float(v) for r, v in zip(rows["round"], rows[f"{metric}_mean"], strict=True)}
 
 
 def _new_study() -> optuna.Study:

@@ -230,7 +230,8 @@ def diverged(what: str, client: int, round: int, phase: str | None = None, how: 
     where = f"round {round}" + (f", phase '{phase}'" if phase else "")
     return DivergedError(
         f"the {what} of client {client} {how} in {where}: lower the learning rate (--lr) or limit "
-        "the gradient (--set training.clip=10)."
+        "the gradient (--set training.clip=10).",
+        client,
     )
 
 

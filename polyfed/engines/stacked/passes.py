@@ -9,9 +9,9 @@ from torch import Tensor
 
 from polyfed.compute import to_device
 from polyfed.confusion import Cells, count_each
-from polyfed.data import Dataset
 from polyfed.engines.client.probing import ask, probe_samples
 from polyfed.engines.client.round import silent, smaller_batches
+from polyfed.engines.stacked.numbers import on
 from polyfed.engines.stacked.step import StackedApplied, for_each
 from polyfed.evaluation import PARTS, Evaluation, Part
 from polyfed.message import State
@@ -35,7 +35,7 @@ def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def in_chunks(
-    dataset: Dataset,
+    population: Population,
     network: ClientNetwork,
     state: State,
     rows: Tensor,
@@ -46,7 +46,7 @@ def in_chunks(
 
     Samples that do not fit into memory at once are processed in halves, with a remark.
     """
-    applied = StackedApplied(network, function)
+    applied, dataset, method = StackedApplied(network, function), population.dataset, population.method
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
     width = max(1, samples // max(1, len(rows)))
     results, start = [], 0
@@ -54,7 +54,8 @@ def in_chunks(
         chunk = rows[:, start : start + width]
         try:
             x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
-            results.append((chunk, for_each(lambda own, a: applied.on(own)(a), state, x.unflatten(0, chunk.shape))))
+            given = x.unflatten(0, chunk.shape)
+            results.append((chunk, for_each(lambda own, a: on(applied, method, own)(a), state, given)))
             start += chunk.shape[1]
             continue
         except torch.OutOfMemoryError:
@@ -77,7 +78,7 @@ def collect(
     if wanted is None:
         return [None] * len(clients)
     rows = padded_rows([population.data[client].train for client in clients], population.device)
-    parts = in_chunks(population.dataset, network, state, rows, wanted.of, say)
+    parts = in_chunks(population, network, state, rows, wanted.of, say)
     vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1).flatten(0, 1)
     classes, groups = population.task.classes, len(clients) * population.task.classes
     owner = torch.arange(len(clients), device=rows.device)[:, None]
@@ -114,7 +115,7 @@ def probe(
     for rows in (padded_rows(own, population.device) for own in zip(*samples, strict=True)):
         x, y = population.dataset.batch(rows.clamp(min=0).flatten(), population.device)
         given += [x.unflatten(0, rows.shape), y.view_as(rows), rows >= 0]
-    found = for_each(lambda own, *parts: applied.on(own)(*parts), state, *given)
+    found = for_each(lambda own, *parts: on(applied, population.method, own)(*parts), state, *given)
     return [
         {name: tensor[i] for name, tensor in found.items()} if len(study) else None
         for i, (study, _) in enumerate(samples)
@@ -135,7 +136,7 @@ def evaluate(
         rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
         predicted: dict[str, list[Tensor]] = {}
         preferred: dict[str, list[Tensor]] = {}
-        for _, scores in in_chunks(population.dataset, network, state, rows, population.method.predict, say):
+        for _, scores in in_chunks(population, network, state, rows, population.method.predict, say):
             assert isinstance(scores, dict)
             for rule, values in scores.items():
                 predicted.setdefault(rule, []).append(values.argmax(-1))
@@ -161,7 +162,7 @@ def own_rules(population: Population, clients: Sequence[int], network: ClientNet
     """The names of the method's rules of prediction, from one training sample of each client."""
     rows = torch.stack([population.data[client].train[:1] for client in clients]).to(population.device)
     first = {name: tensor[: len(clients)] for name, tensor in state.items()}
-    ((_, scores),) = in_chunks(population.dataset, network, first, rows, population.method.predict)
+    ((_, scores),) = in_chunks(population, network, first, rows, population.method.predict)
     assert isinstance(scores, dict)
     return list(scores)
 
@@ -176,7 +177,7 @@ def remarks(
     x, y = population.dataset.batch(rows.flatten(), population.device)
     applied = StackedApplied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
     given = x.unflatten(0, rows.shape), y.view_as(rows)
-    found = for_each(lambda own, a, b: applied.on(own)(a, b), state, *given)
+    found = for_each(lambda own, a, b: on(applied, population.method, own)(a, b), state, *given)
     assert isinstance(found, dict)
     truth = {remark: values.tolist() for remark, values in found.items()}
     return [tuple(remark for remark, values in truth.items() if values[i]) for i in range(len(clients))]

@@ -59,7 +59,8 @@ def new_plan(
     Without `singles`, batches of one sample are left out, on which batch norm can't train. Without `pads`, for a single
     client, short batches stay as they are.
     """
-    tables = [_table(list(epochs(population, client, phase, round)), width) for client in clients]
+    passes = [epochs(population, client, population.phase(client, phase), round) for client in clients]
+    tables = [_table(list(own), width) for own in passes]
     left_out = [torch.zeros(0, dtype=torch.int64)] * len(clients)
     if not singles:
         tables, left_out = map(list, zip(*map(_without_singles, tables), strict=True))

@@ -7,7 +7,7 @@ finished and does not move. A single client goes without `vmap`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -26,9 +26,10 @@ from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.dropout import PREFIX, Masks, dropout_layers, find_calls, masked
 from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.engines.stacked.norms import MaskedNorms
+from polyfed.engines.stacked.numbers import RATE, TRAINING, on
 from polyfed.engines.stacked.sequences import keep_weights_apart
 from polyfed.message import State
-from polyfed.methods.base import Batch, Phase
+from polyfed.methods.base import Batch, Loss, Phase
 from polyfed.methods.parts.network import Applied, ClientNetwork
 from polyfed.population import Population
 
@@ -79,22 +80,32 @@ class PhaseStep:
     """One step of one phase for a whole cohort: batch, loss, gradient, update, in place on stacked tensors.
 
     `prepare` comes before the first step, and before `leading` makes a step for a part of the cohort. `exact`: it gets
-    no padded batch, so PyTorch's own batch norm is right.
+    no padded batch, so PyTorch's own batch norm is right. `numbers` are those that differ between the clients; the
+    caller fills them with the values of the clients that train.
     """
 
     def __init__(
-        self, population: Population, network: ClientNetwork, phase: Phase, state: State, *, exact: bool = False
+        self,
+        population: Population,
+        network: ClientNetwork,
+        phase: Phase,
+        state: State,
+        *,
+        exact: bool = False,
+        numbers: Mapping[str, Tensor] | None = None,
     ) -> None:
         training = population.training
         self._exact = exact
         set_modes(network, phase)
         self.trained = {n: state[n] for n, p in network.named_parameters() if p.requires_grad}
-        self.frozen = {name: tensor for name, tensor in state.items() if name not in self.trained}
+        self.numbers = {name: tensor.clone() for name, tensor in (numbers or {}).items()}
+        self.frozen = self.numbers | {name: tensor for name, tensor in state.items() if name not in self.trained}
         groups = [[n for n in self.trained if n.startswith(f"{module}.")] for module in phase.trains]
         network.requires_grad_(False)
         size = len(next(iter(state.values())))
         self._dataset: Dataset = population.dataset
         self._phase = phase
+        self._method = population.method
         self._network = network
         self._classes = population.task.classes
         self._lr = phase.lr or training.lr
@@ -105,9 +116,15 @@ class PhaseStep:
         self.masks = Masks((), size, population.device)
         self._loss = StackedApplied(network, self._masked_loss)
         self._gradient = grad(self._client_loss, has_aux=True)
-        self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if training.momentum else {}
+        moves = _some(self._number("momentum"))
+        self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if moves else {}
         self.total = torch.zeros(size, device=population.device)
         self.sums: Tensor | None = None
+
+    def _number(self, name: str) -> float | Tensor:
+        """A number of the training: a value for each client where they differ, otherwise the same for all."""
+        common: float = getattr(self._training, name)
+        return self.numbers.get(f"{TRAINING}{name}", common)
 
     def set_modes(self) -> None:
         """Set the network's modules to training or evaluation, as the phase wants them; others have changed them."""
@@ -122,7 +139,7 @@ class PhaseStep:
         which masks it needs for dropout.
         """
         self.set_modes()
-        decays = self._training.weight_decay > 0
+        decays = _some(self._number("weight_decay"))
         trained = {name: tensor.clone().requires_grad_(decays) for name, tensor in _first(self.trained).items()}
         frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}  # batch norm would change it
         batch = _first(self._batch(inputs))
@@ -178,9 +195,9 @@ class PhaseStep:
     def leading(self, count: int) -> PhaseStep:
         """The same step for the first clients only, on the same tensors."""
         part = copy(self)
-        part.trained, part.frozen, part.momentum = (
+        part.trained, part.frozen, part.momentum, part.numbers = (
             {name: tensor[:count] for name, tensor in state.items()}
-            for state in (self.trained, self.frozen, self.momentum)
+            for state in (self.trained, self.frozen, self.momentum, self.numbers)
         )
         part.total = self.total[:count]
         part.sums = None if self.sums is None else self.sums[:count]
@@ -218,15 +235,21 @@ class PhaseStep:
         given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("views"), drawn)
         norms = nullcontext() if self._exact else MaskedNorms(network, mask)
         with precision(batch["x"].device, bf16=self.bf16), norms, masked(self._dropout, batch):
-            outcome = self._phase.loss(network, given)
+            outcome = self._own_loss()(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
         total = torch.where(mask, values, 0.0).sum()
         mean = total / mask.sum().clamp(min=1)
         return mean, {"total": total} if vectors is None else {"total": total, "vectors": vectors}
 
     def _client_loss(self, trained: State, frozen: State, batch: State) -> tuple[Tensor, State]:
-        outcome: tuple[Tensor, State] = self._loss.on({**trained, **frozen})(batch)
+        outcome: tuple[Tensor, State] = on(self._loss, self._method, {**trained, **frozen})(batch)
         return outcome
+
+    def _own_loss(self) -> Loss:
+        """The phase's loss; asked for again where numbers differ, because it may have been made with them."""
+        if not self.numbers:
+            return self._phase.loss
+        return next(phase.loss for phase in self._method.phases() if phase.name == self._phase.name)
 
     def _leave_out_unreached(self, trained: State, mean: Tensor) -> None:
         """A parameter that the loss does not depend on has no gradient and does not decay either, as in the loop."""
@@ -239,28 +262,35 @@ class PhaseStep:
 
     def _update(self, gradients: State, active: Tensor) -> None:
         """SGD as torch.optim has it, for clients with a batch in this step; a few kernels for all parameters."""
-        training = self._training
-        if training.clip is not None:
-            gradients = self._clipped(gradients, training.clip)
+        clip, decay, momentum = (self._number(name) for name in ("clip", "weight_decay", "momentum"))
+        lr = self.numbers.get(f"{RATE}{self._phase.name}", self._lr)
+        if clip is not None:
+            gradients = self._clipped(gradients, clip)
         parameters = list(self.trained.values())
         directions = [gradients[name] for name in self.trained]
-        if training.weight_decay:
-            directions = list(torch._foreach_add(directions, parameters, alpha=training.weight_decay))
+        if isinstance(decay, Tensor):
+            directions = list(torch._foreach_addcmul(directions, parameters, [_column(decay, p) for p in parameters]))
+        elif decay:
+            directions = list(torch._foreach_add(directions, parameters, alpha=decay))
         if self.momentum:
             moments = list(self.momentum.values())
-            torch._foreach_mul_(moments, training.momentum)
+            if isinstance(momentum, Tensor):
+                torch._foreach_mul_(moments, [_column(momentum, moment) for moment in moments])
+            else:
+                torch._foreach_mul_(moments, momentum)
             torch._foreach_add_(moments, directions)
             directions = moments
-        if training.weight_decay or self.momentum:  # which would move even a client without a gradient
-            steps = -self._lr * active
+        # Decay and momentum would move even a client without a gradient.
+        if _some(decay) or self.momentum or isinstance(lr, Tensor):
+            steps = -lr * active
             for parameter, direction in zip(parameters, directions, strict=True):
                 parameter.addcmul_(direction, _column(steps, parameter))
         else:
-            torch._foreach_add_(parameters, directions, alpha=-self._lr)
+            torch._foreach_add_(parameters, directions, alpha=-lr)
         for name, (low, high) in self._phase.bounds.items():
             (self.trained | self.frozen)[name].clamp_(low, high)
 
-    def _clipped(self, gradients: State, largest: float) -> State:
+    def _clipped(self, gradients: State, largest: float | Tensor) -> State:
         """Each client's gradient, shortened module by module where it is longer than that."""
         shortened: State = {}
         for group in filter(None, self._groups):  # a module may be frozen, or out of the loss's reach
@@ -268,6 +298,11 @@ class PhaseStep:
             factor = (largest / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)
             shortened |= {name: gradients[name] * _column(factor, gradients[name]) for name in group}
         return shortened
+
+
+def _some(number: float | Tensor) -> bool:
+    """Whether a number is not zero, or may not be for some client."""
+    return isinstance(number, Tensor) or bool(number)
 
 
 def for_each(function: Callable[..., Any], *stacked: Any) -> Any:

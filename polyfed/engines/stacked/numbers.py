@@ -1,0 +1,66 @@
+"""Numbers that differ between the clients of a cohort, because they belong to different runs: one value per client.
+
+A method reads its settings as attributes, `self.config.weight`. While its loss runs for stacked clients, those that
+differ are tensors of a single value, this client's. They travel with the stacked state, under names of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from polyfed.message import State
+from polyfed.methods.base import Method
+from polyfed.methods.parts.network import Applied
+
+METHOD, TRAINING, RATE = "number.method.", "number.training.", "number.rate."
+"""A number of the method's settings, one of the training, and the learning rate of a phase."""
+
+
+def without_numbers(state: Mapping[str, Tensor]) -> State:
+    """A state without such numbers."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith("number.")}
+
+
+@contextmanager
+def numbered(method: Method, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the method finds the numbers of this state in its settings."""
+    config, training = (_named(state, prefix) for prefix in (METHOD, TRAINING))
+    if not config and not training:
+        yield
+        return
+    before = dict(vars(method))
+    for name in before:
+        if is_cached(method, name):  # computed with other numbers
+            delattr(method, name)
+    method.config = method.config.model_copy(update=config)
+    method.training = method.training.model_copy(update=training)
+    try:
+        yield
+    finally:
+        vars(method).clear()
+        vars(method).update(before)
+
+
+def is_cached(method: Method, name: str) -> bool:
+    """Whether an attribute is one that the method computes once, when it is first needed."""
+    return isinstance(getattr(type(method), name, None), cached_property)
+
+
+def on(applied: Applied, method: Method, state: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """The function with this state in its network, and this state's numbers in the method's settings."""
+    call = applied.on(without_numbers(state))
+
+    def with_numbers(*arguments: object) -> Any:
+        with numbered(method, state):
+            return call(*arguments)
+
+    return with_numbers
+
+
+def _named(state: Mapping[str, Tensor], prefix: str) -> State:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

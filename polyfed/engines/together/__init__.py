@@ -1,0 +1,5 @@
+"""Several runs at once: their clients train in the same cohorts, and each run keeps its own numbers and folder."""
+
+from polyfed.engines.together.group import Group, current_group
+
+__all__ = ["Group", "current_group"]

@@ -1,0 +1,347 @@
+"""Runs that go on side by side, so that their clients can train together.
+
+Each run is a thread, but only one of them works at a time: the one that holds the baton. A run gives it away while it
+waits for its clients. When all runs wait, the last one trains the clients of all of them. So nothing needs a lock, and
+a run's own code is the same as if it were alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from polyfed.data import Dataset
+from polyfed.engines.base import EngineSettings, default_memory_budget
+from polyfed.engines.together.fit import misfit
+from polyfed.engines.together.joint import JointEngine
+from polyfed.engines.vectorized import VectorizedEngine
+from polyfed.errors import DivergedError, first_line
+from polyfed.evaluation import Evaluation
+from polyfed.message import Message, State
+from polyfed.methods.base import Reply
+from polyfed.methods.parts.network import ClientNetwork
+from polyfed.population import Population
+
+PATIENCE = 10.0
+"""Seconds that an interrupted group waits for the work in progress."""
+
+_current: ContextVar[tuple[Group, str] | None] = ContextVar("current group", default=None)
+
+
+def current_group() -> tuple[Group, str] | None:
+    """The group that the run of this thread belongs to, and the run's name in it."""
+    return _current.get()
+
+
+@dataclass(eq=False)
+class Request:
+    """What a run asks of its clients, and what came of it."""
+
+    member: Member
+    position: tuple[int, int]
+    """How far its run is: a round, and in it 0 for the training, then the evaluations that follow."""
+    kind: str
+    round: int
+    clients: list[int]
+    downloads: Mapping[int, Message] | None
+    done: Callable[[int], None] = lambda client: None
+    answer: Any = None
+    error: BaseException | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Requests with the same can be answered together."""
+        return self.kind, self.round, self.downloads is None
+
+    def answer_alone(self) -> None:
+        """Let the run's own engine answer."""
+        try:
+            self.answer = self.member.alone(self, self.clients)
+        except BaseException as error:
+            self.error = error
+
+
+class Member(VectorizedEngine):
+    """The engine of one run of a group: it has the run's clients and their states, and asks the group to train them."""
+
+    def __init__(self, group: Group, run: str, population: Population, memory_budget: int) -> None:
+        super().__init__(population, memory_budget=memory_budget)
+        self.run = run
+        self._group = group
+        self._trained, self._evaluated = 0, 0
+        """The last round that was trained, and evaluations since."""
+
+    def train(
+        self,
+        round: int,
+        downloads: Mapping[int, Message],
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        score: bool = False,
+    ) -> list[Reply]:
+        request = Request(self, (round, 0), "train", round, sorted(downloads), downloads, done)
+        replies: list[Reply] = self._group.ask(request)
+        self._trained, self._evaluated = round, 0
+        return replies
+
+    def evaluate(
+        self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None
+    ) -> dict[int, Evaluation]:
+        self._evaluated += 1
+        position = self._trained, self._evaluated
+        scores: dict[int, Evaluation] = self._group.ask(
+            Request(self, position, "evaluate", round, sorted(clients), downloads)
+        )
+        return scores
+
+    def alone(self, request: Request, clients: Iterable[int]) -> Any:
+        """Train or evaluate these of the request's clients in cohorts of this run only."""
+        if request.kind == "evaluate":
+            return super().evaluate(clients, request.round, request.downloads)
+        assert request.downloads is not None
+        return super().train(request.round, {c: request.downloads[c] for c in clients}, request.done)
+
+    def restore(self, round: int, states: Mapping[int, State]) -> None:
+        super().restore(round, states)
+        self._trained, self._evaluated = round, 0
+
+    def network(self, client: int) -> ClientNetwork:
+        """The network of a client's architecture, without weights."""
+        return self._network(client)
+
+    def release(self) -> None:
+        """Free memory that is only kept to be faster next time."""
+        self._let_go()
+
+
+class Group:
+    """Runs whose clients train together where they can."""
+
+    def __init__(self) -> None:
+        self._baton = threading.Lock()
+        self._size = 1
+        self._going: dict[str, None] = {}
+        """The runs that have not ended, in their order."""
+        self._begun = threading.Event()
+        """Whether the run that was started last has asked for its clients, or ended."""
+        self._waiting: dict[str, Request] = {}
+        self._members: dict[str, Member] = {}
+        self._first: Population | None = None
+        self._moved: Dataset | None = None
+        """The samples of the first member on the compute device, for all of them."""
+        self._joint: JointEngine | None = None
+        self._apart = False
+        """Whether runs go on one after another, because they can't train together."""
+        self._cancelled = False
+        self._errors: dict[str, BaseException] = {}
+
+    # Runs -------------------------------------------------------------------------------------------------------------
+
+    def run(self, works: Mapping[str, Callable[[], object]]) -> dict[str, BaseException]:
+        """Do all works, each a run in its thread; returns the errors of those that failed, by name."""
+        self._going, self._size = dict.fromkeys(works), len(works)
+        threads = [
+            threading.Thread(target=copy_context().run, args=(self._do, name, work), daemon=True, name=name)
+            for name, work in works.items()
+        ]
+        try:
+            for thread in threads:  # in this order, so that the same runs always form the same cohorts
+                self._begun.clear()
+                thread.start()
+                while not self._begun.wait(0.2):  # wakes up for signals
+                    pass
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)
+        except KeyboardInterrupt:
+            self._cancelled = True
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join(PATIENCE)
+            raise
+        return self._errors
+
+    def _do(self, name: str, work: Callable[[], object]) -> None:
+        _current.set((self, name))
+        with self._baton:
+            try:
+                self._check_cancelled()
+                work()
+            except BaseException as error:
+                self._errors[name] = error
+            finally:
+                self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        del self._going[name]
+        self._begun.set()
+        member = self._members.pop(name, None)
+        if self._joint is not None and member in self._joint.members:
+            self._joint.members.remove(member)
+        if len(self._going) <= 1:
+            self._dissolve()
+        self._serve()
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled:
+            raise KeyboardInterrupt
+
+    # Engines ----------------------------------------------------------------------------------------------------------
+
+    def engine(self, run: str, population: Population, settings: EngineSettings) -> VectorizedEngine:
+        """The engine of a run: one that trains together with the others, or the run's own if it does not fit."""
+        reason = None if self._first is None else misfit(self._first, population)
+        if reason is not None:
+            engine = VectorizedEngine.create(population, settings)
+            engine.notes.append(f"this run does not train together with the others: {reason}")
+            return engine
+        if self._first is None or self._moved is None:
+            self._first, self._moved = population, population.on_device().dataset
+        shared = replace(population.dataset, images=self._moved.images, labels=self._moved.labels)
+        budget = settings.memory_budget
+        budget = default_memory_budget(population.device) if budget is None else budget
+        member = Member(self, run, replace(population, dataset=shared), budget // self._size)
+        self._members[run] = member
+        return member
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Request) -> Any:
+        """Wait until the request is answered, and let other runs work meanwhile."""
+        self._check_cancelled()
+        if self._apart:
+            request.answer_alone()
+        else:
+            self._waiting[request.member.run] = request
+            self._begun.set()
+            self._serve()
+            if not request.ready.is_set():
+                self._baton.release()
+                request.ready.wait()
+                self._baton.acquire()
+        if request.error is not None:
+            raise request.error
+        return request.answer
+
+    def _serve(self) -> None:
+        """If all runs wait, answer those that are furthest behind; the others are met when these have caught up."""
+        if not self._going or self._waiting.keys() != self._going.keys():
+            return
+        waiting = [self._waiting[name] for name in self._going]
+        behind = min(request.position for request in waiting)
+        chosen = [request for request in waiting if request.position == behind or self._cancelled]
+        for likeness in dict.fromkeys(request.likeness for request in chosen):
+            same = [request for request in chosen if request.likeness == likeness]
+            try:
+                self._answer(same)
+            except BaseException as error:  # nobody else would tell these runs, and they would wait for ever
+                for request in same:
+                    request.error = request.error or error
+        for request in chosen:
+            del self._waiting[request.member.run]
+            request.ready.set()
+
+    def _answer(self, requests: list[Request]) -> None:
+        if self._cancelled:
+            for request in requests:
+                request.error = KeyboardInterrupt()
+            return
+        if len(requests) > 1 and not self._apart:
+            self._answer_together(requests)
+            return
+        for request in requests:
+            request.answer_alone()
+
+    def _answer_together(self, requests: list[Request]) -> None:
+        """Answer by one call for all; what that could not do, each run does by itself, with its own error if any."""
+        found: dict[Request, dict[int, Any]] = {request: {} for request in requests}
+        reason = self._call_for_all(dict(found))
+        self._pass_notes()
+        for request, own in found.items():
+            left = [client for client in request.clients if client not in own]
+            try:
+                rest = request.member.alone(request, left) if left else ()
+            except BaseException as error:
+                request.error = error
+                continue
+            if request.kind == "train":
+                own |= {reply.client: reply for reply in rest}
+                request.answer = [own[client] for client in sorted(own)]
+            else:
+                request.answer = dict(sorted({**own, **dict(rest)}.items()))
+        # A run that fails by itself leaves; it is no reason for the others to part.
+        if reason is not None and not any(request.error for request in requests):
+            self._part(reason)
+
+    def _call_for_all(self, found: dict[Request, dict[int, Any]]) -> str | None:
+        """One call for all requests, again without a run whose training diverges; returns why runs can't be called so.
+
+        What is missing in `found` afterwards is left to each run.
+        """
+        while len(found) > 1:
+            try:
+                self._joint = self._joint or JointEngine(list(self._members.values()))
+                self._call(self._joint, found)
+                return None
+            except DivergedError as error:
+                places = self._joint.places if self._joint else {}
+                diverged = places[error.client][0] if error.client in places else None
+            except Exception as error:
+                return first_line(error) or type(error).__name__
+            kept = {request: own for request, own in found.items() if request.member is not diverged}
+            if len(kept) == len(found):
+                return None
+            found = kept
+        return None
+
+    def _call(self, joint: JointEngine, found: Mapping[Request, dict[int, Any]]) -> None:
+        """Train or evaluate the clients that have no answer yet at once, and sort the answers by request."""
+        of_member = {request.member: request for request in found}
+        first = next(iter(found))
+        numbers = {
+            joint.numbers[request.member, client]: (request, client)
+            for request, own in found.items()
+            for client in request.clients
+            if client not in own
+        }
+        downloads = {
+            number: request.downloads[client]
+            for number, (request, client) in numbers.items()
+            if request.downloads is not None and client in request.downloads
+        }
+        if first.kind == "evaluate":
+            scores = joint.evaluate(numbers, first.round, None if first.downloads is None else downloads)
+            for number, score in scores.items():
+                request, client = numbers[number]
+                found[request][client] = score
+            return
+        for replies in joint.answers(first.round, downloads):
+            for reply in replies:
+                member, client = joint.places[reply.client]
+                found[of_member[member]][client] = replace(reply, client=client)
+                of_member[member].done(client)
+
+    def _pass_notes(self) -> None:
+        """What the common engine remarks concerns every run."""
+        if self._joint is not None:
+            for member in self._members.values():
+                member.notes += self._joint.notes
+            self._joint.notes.clear()
+
+    def _part(self, reason: str) -> None:
+        """Let the runs go on one after another from now on."""
+        self._apart = True
+        for member in self._members.values():
+            member.notes.append(f"the runs do not train together: {reason}")
+        self._dissolve()
+
+    def _dissolve(self) -> None:
+        joint, self._joint = self._joint, None
+        if joint is not None:
+            with suppress(RuntimeError):  # a GPU that has failed; the runs will find that out themselves
+                joint.close()

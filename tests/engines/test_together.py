@@ -1,0 +1,382 @@
+"""Runs that train together give what each gives alone: records, states, draws, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from polyfed import api
+from polyfed.assemble import data_kept
+from polyfed.comparison.together import Named
+from polyfed.engines import together
+from polyfed.engines.together import joint
+from polyfed.engines.together.fit import misfit, same
+from polyfed.errors import DivergedError
+from polyfed.methods.base import Batch, ClientNetwork, Method
+from polyfed.methods.parts.tools import cross_entropy
+from polyfed.records import RunFolder
+from polyfed.seeds import derive
+from polyfed.server.federation import Interrupted, Watcher
+from tests import support
+
+SMALL: dict[str, Any] = {
+    "clients": 4, "rounds": 2, "batch_size": 8, "classes_per_client": 2, "engine": "vectorized", "device": "cpu",
+    "training": {"lr": 0.05}, "split": "8:1:1",
+}  # fmt: skip
+DATA = support.tiny_dataset()
+MODELS = [support.Wide, support.Narrow]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The clients, numbered through, of every common training."""
+    seen: list[list[int]] = []
+    answers = joint.JointEngine.answers
+    monkeypatch.setattr(
+        joint.JointEngine,
+        "answers",
+        lambda self, round, downloads: (seen.append(sorted(downloads)), answers(self, round, downloads))[1],
+    )
+    return seen
+
+
+def start(path: Path, method: Any, settings: Mapping[str, Any], watcher: Watcher | None = None) -> None:
+    """Run one experiment on the tiny data, or continue it."""
+    models = settings.get("models", MODELS)
+    if (path / "config.yaml").exists():
+        api.resume(path, data=DATA, models=models, watcher=watcher, progress=False)
+        return
+    values = {**SMALL, **settings, "data": DATA, "models": models}
+    api.run(method, **values, out=path, watcher=watcher, progress=False)
+
+
+def run_both(tmp_path: Path, runs: Mapping[str, tuple[Any, Mapping[str, Any]]]) -> dict[str, BaseException]:
+    """Every run alone under alone/, and all of them together under joint/."""
+    for name, (method, settings) in runs.items():
+        start(tmp_path / "alone" / name, method, settings)
+    return run_joint(tmp_path, runs)
+
+
+def run_joint(
+    tmp_path: Path, runs: Mapping[str, tuple[Any, Mapping[str, Any]]], watchers: Mapping[str, Watcher] | None = None
+) -> dict[str, BaseException]:
+    known = watchers or {}
+    works = {
+        name: lambda name=name, run=run: start(tmp_path / "joint" / name, *run, known.get(name))
+        for name, run in runs.items()
+    }
+    with data_kept():
+        return together.Group().run(works)
+
+
+def assert_same(tmp_path: Path, names: Any) -> None:
+    """The records and the clients' models of each run are those of the run alone."""
+    for name in names:
+        one, two = (RunFolder.open(tmp_path / where / name) for where in ("alone", "joint"))
+        for table in ("rounds", "evaluations", "clients"):
+            frames = [getattr(each, table)().drop(columns="seconds", errors="ignore") for each in (two, one)]
+            pd.testing.assert_frame_equal(*frames, check_exact=False, rtol=1e-4, atol=1e-5)
+        for client in range(4):
+            expected, found = one.model_state(client), two.model_state(client)
+            for key, tensor in expected.items():
+                if key != "received.version":  # FedKD's hash of weights, which the last bit changes
+                    torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def notes(tmp_path: Path, name: str) -> list[str]:
+    events = RunFolder.open(tmp_path / "joint" / name).events()
+    return [event["note"] for event in events if event["event"] == "note"]
+
+
+def seeds(method: Any, count: int = 3, **settings: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
+    return {f"seed{seed}": (method, {**settings, "seed": seed}) for seed in range(count)}
+
+
+@pytest.mark.parametrize("method", ["standalone", "fedproto", "fedtgp", "pfedes", "dc-pfl", "fedgen", "fedl2g", "fml"])
+def test_seeds_of_a_method_train_together_and_stay_what_they_are(
+    tmp_path: Path, method: str, calls: list[list[int]]
+) -> None:
+    """With server training (fedtgp), several phases (pfedes), statistics (dc-pfl), draws (fedgen), a probe (fedl2g)."""
+    runs = seeds(method)
+    assert run_both(tmp_path, runs) == {}
+    assert calls == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]] * 2  # one call per round for all three runs
+    assert_same(tmp_path, runs)
+    accuracies = [RunFolder.open(tmp_path / "joint" / name).rounds().loss_mean.tolist() for name in runs]
+    assert accuracies[0] != accuracies[1] != accuracies[2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"models": [support.Normed]},
+        {"participation": 0.5, "rounds": 3},
+        {"start": "client"},
+        {"evaluate": "after-download"},
+        {"training": {"lr": 0.05, "augment": True, "momentum": 0.9, "weight_decay": 0.01, "clip": 0.5}},
+        {"partition": "dirichlet", "alpha": 0.5},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_uneven_cases_too(tmp_path: Path, settings: dict[str, Any], calls: list[list[int]]) -> None:
+    """Batch norm and dropout; other participants in each run; every client's own start."""
+    runs = seeds("fedproto", 2, **settings)
+    assert run_both(tmp_path, runs) == {}
+    assert len(calls) == settings.get("rounds", 2)
+    assert_same(tmp_path, runs)
+
+
+@pytest.mark.parametrize(
+    "trainings",
+    [
+        [{"lr": 0.05}, {"lr": 0.2}, {"lr": 0.01}],
+        [{"lr": 0.05}, {"lr": 0.05, "momentum": 0.9}, {"lr": 0.05, "momentum": 0.5}],
+        [{"lr": 0.05}, {"lr": 0.05, "weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.01}],
+        [{"lr": 0.05}, {"lr": 0.05, "clip": 0.1}, {"lr": 0.05, "clip": 0.3}],
+    ],
+    ids=["lr", "momentum", "weight_decay", "clip"],
+)
+def test_numbers_of_the_training_may_differ(
+    tmp_path: Path, trainings: list[dict[str, float]], calls: list[list[int]]
+) -> None:
+    runs = {f"run{i}": ("fedproto", {"training": own}) for i, own in enumerate(trainings)}
+    assert run_both(tmp_path, runs) == {}
+    assert len(calls) == 2
+    assert_same(tmp_path, runs)
+
+
+@pytest.mark.parametrize("method", ["protonorm", "fedl2g"])
+def test_a_loss_or_a_probe_may_depend_on_the_learning_rate(tmp_path: Path, method: str, calls: list[list[int]]) -> None:
+    runs = {f"run{i}": (method, {"training": {"lr": lr}, "rounds": 3}) for i, lr in enumerate((0.02, 0.1))}
+    assert run_both(tmp_path, runs) == {}
+    assert len(calls) == 3
+    assert_same(tmp_path, runs)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("fedproto", [{"weight": 0.5}, {"weight": 5.0}]),
+        ("pfedes", [{"weight": 0.1}, {"weight": 0.5, "proxy_lr": 0.2}, {"weight": 0.3}]),
+        ("fedclassavg", [{"weight": 0.1, "temperature": 0.1}, {"weight": 1.0, "temperature": 0.5}]),
+        ("fedgen", [{"label_weight": 1.0}, {"label_weight": 10.0}]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_numbers_of_the_method_may_differ(
+    tmp_path: Path, method: str, options: list[dict[str, float]], calls: list[list[int]]
+) -> None:
+    """In a loss, in a phase's learning rate, in what a client receives."""
+    runs = {f"run{i}": ({"name": method, **own}, {"seed": i % 2, "rounds": 3}) for i, own in enumerate(options)}
+    if method == "pfedes":
+        runs["run0"][0]["proxy_lr"], runs["run2"][0]["proxy_lr"] = 0.01, 0.05
+    assert run_both(tmp_path, runs) == {}
+    assert len(calls) == 3
+    assert_same(tmp_path, runs)
+
+
+def test_a_run_that_diverges_fails_alone(tmp_path: Path) -> None:
+    runs = seeds("fedproto", rounds=3)
+    for name in ("seed0", "seed2"):
+        start(tmp_path / "alone" / name, *runs[name])
+    runs["seed1"][1]["training"] = {"lr": 1e9}
+    found = run_joint(tmp_path, runs)
+    assert list(found) == ["seed1"] and isinstance(found["seed1"], DivergedError)
+    assert "of client" in str(found["seed1"]) and any(f"client {n} " in str(found["seed1"]) for n in range(4))
+    assert_same(tmp_path, ["seed0", "seed2"])
+    assert notes(tmp_path, "seed0") == notes(tmp_path, "seed2") == []
+
+
+class Breaks(Watcher):
+    """Raises an error after a round."""
+
+    def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+        raise ValueError("no more")
+
+
+class Stops(Watcher):
+    """Asks its run to stop after a round."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+        self.stop_requested = round >= self.after
+
+
+def test_a_run_that_breaks_off_leaves_the_others_going(tmp_path: Path, calls: list[list[int]]) -> None:
+    runs = seeds("fedproto", rounds=3)
+    for name, run in runs.items():
+        start(tmp_path / "alone" / name, *run)
+    found = run_joint(tmp_path, runs, {"seed0": Breaks()})
+    assert list(found) == ["seed0"] and str(found["seed0"]) == "no more"
+    assert [len(clients) for clients in calls] == [12, 8, 8]
+    assert_same(tmp_path, ["seed1", "seed2"])
+
+
+def test_stopped_runs_continue_together_from_their_own_rounds(tmp_path: Path, calls: list[list[int]]) -> None:
+    """Stopped after rounds 1, 2 and 3 of 5: the first catches up alone, then with the second, then with both."""
+    runs = seeds("fedproto", rounds=5, checkpoint_every=1)
+    for name, run in runs.items():
+        start(tmp_path / "alone" / name, *run)
+    found = run_joint(tmp_path, runs, {name: Stops(after) for after, name in enumerate(runs, 1)})
+    assert {type(error) for error in found.values()} == {Interrupted} and len(found) == 3
+    calls.clear()
+    assert run_joint(tmp_path, runs) == {}
+    assert [len(clients) for clients in calls][-2:] == [12, 12]
+    assert_same(tmp_path, runs)
+
+
+def test_a_network_that_cannot_be_stacked_trains_by_the_loop_in_each_run(tmp_path: Path) -> None:
+    class Drawing(support.Narrow):
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.body(x)
+            logits: Tensor = self.out(features + 0.01 * torch.rand_like(features))
+            return logits
+
+    runs = seeds("fedproto", 2, models=[Drawing, support.Wide])
+    assert run_both(tmp_path, runs) == {}
+    assert_same(tmp_path, runs)
+    assert any("global generator" in note for note in notes(tmp_path, "seed1"))
+
+
+class Careful(Method):
+    """Looks at its weight, which can't be done for several runs at once."""
+
+    name, title, paper, sends = "careful", "Careful", "none", "nothing"
+
+    class Config(Method.Config):
+        weight: float = 1.0
+
+    config: Config
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        values = cross_entropy(net(batch.x), batch.y)
+        return self.config.weight * values if self.config.weight > 0.5 else values
+
+
+def test_a_decision_about_a_number_parts_the_runs_with_one_note(tmp_path: Path, calls: list[list[int]]) -> None:
+    runs = {f"run{i}": ({"name": Careful, "weight": weight}, {}) for i, weight in enumerate((0.1, 2.0))}
+    assert run_both(tmp_path, runs) == {}
+    assert_same(tmp_path, runs)
+    for name in runs:
+        (note,) = (note for note in notes(tmp_path, name) if "together" in note)
+        assert note.startswith("the runs do not train together: ")
+
+
+class Seeded(Method):
+    """Draws a factor from the run's seed inside its loss."""
+
+    name, title, paper, sends = "seeded", "Seeded", "none", "nothing"
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        return cross_entropy(net(batch.x), batch.y) * (1 + derive(self.task.seed, "factor") % 5)
+
+
+def test_a_loss_that_depends_on_the_seed_parts_the_runs(tmp_path: Path) -> None:
+    runs = seeds(Seeded, 2)
+    assert run_both(tmp_path, runs) == {}
+    assert_same(tmp_path, runs)
+    assert any("draws with the seed" in note for note in notes(tmp_path, "seed0"))
+
+
+class Copied(Careful):
+    """Keeps a number where nobody sees it change."""
+
+    name = "copied"
+
+    def __init__(self, config: Any, task: Any, training: Any) -> None:
+        super().__init__(config, task, training)
+        self.copy = config.weight
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        return self.copy * cross_entropy(net(batch.x), batch.y)
+
+
+def test_what_can_not_train_together_says_why(tmp_path: Path) -> None:
+    first = support.population("fedproto", data=DATA)
+    reasons = [
+        misfit(first, support.population("standalone", data=DATA)),
+        misfit(first, support.population("fedproto", data=support.tiny_dataset())),
+        misfit(first, support.population("fedproto", data=DATA, batch_size=4)),
+        misfit(first, support.population({"name": "fedproto", "mean": "samples"}, data=DATA)),
+        misfit(  # the bounds of its weights depend on it
+            support.population({"name": "pfedafm", "weight_lr": 0.1}, data=DATA),
+            support.population({"name": "pfedafm", "weight_lr": 0.2}, data=DATA),
+        ),
+        misfit(
+            support.population({"name": Copied, "weight": 1.0}, data=DATA),
+            support.population({"name": Copied, "weight": 2.0}, data=DATA),
+        ),
+    ]
+    assert reasons == [
+        "its method is standalone, not fedproto",
+        "its samples are not the same tensors in memory (those of a table are scaled for each run)",
+        "training.batch_size is 4, not 8",
+        "method.mean is samples, not plain",
+        "its phases are others",
+        "its method keeps another copy",
+    ]
+    assert misfit(first, support.population({"name": "fedproto", "weight": None}, data=DATA, seed=3, lr=1)) is None
+    runs = {"one": ("fedproto", {}), "other": ("fedproto", {"training": {"lr": 0.05, "epochs": 2}})}
+    assert run_both(tmp_path, runs) == {}
+    assert_same(tmp_path, runs)
+    assert notes(tmp_path, "one") == []
+    assert notes(tmp_path, "other") == ["this run does not train together with the others: training.epochs is 2, not 1"]
+
+
+def test_values_are_compared_by_what_they_hold() -> None:
+    assert same({"a": [torch.ones(2), {1}]}, {"a": [torch.ones(2), {1}]})
+    assert not same({"a": torch.ones(2)}, {"a": torch.zeros(2)})
+    assert not same((1, 2), (1, 3)) and not same(1, 1.0) and not same({"a": 1}, {"b": 1})
+    assert not same(torch.nn.Linear(1, 1), torch.nn.Linear(1, 2))
+
+
+def test_an_interrupted_group_ends_at_its_next_request(tmp_path: Path) -> None:
+    """Ctrl-C in the main thread; no thread is left behind, and every run can be resumed."""
+    group = together.Group()
+
+    class Presses(Watcher):
+        def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+            group._cancelled = True
+
+    runs = seeds("fedproto", 2, rounds=3, checkpoint_every=1)
+    for name, run in runs.items():
+        start(tmp_path / "alone" / name, *run)
+    found = group.run(
+        {
+            name: lambda name=name, run=run: start(tmp_path / "joint" / name, *run, Presses())
+            for name, run in runs.items()
+        }
+    )
+    assert {type(error) for error in found.values()} == {KeyboardInterrupt} and len(found) == 2
+    assert run_joint(tmp_path, runs) == {}
+    assert_same(tmp_path, runs)
+
+
+def test_a_watcher_hears_which_run_it_is_about() -> None:
+    said: list[Any] = []
+
+    class Outer(Watcher):
+        def on_note(self, note: str) -> None:
+            said.append(note)
+
+        def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+            said.append((round, row))
+
+        def on_client(self, round: int, client: int) -> None:
+            said.append(client)
+
+    one, two = Named(Outer(), "one", leads=True), Named(Outer(), "two", leads=False)
+    for watcher in (one, two):
+        watcher.on_client(1, 5)
+        watcher.on_round(1, {"loss_mean": 2.0})
+        watcher.on_note("slow")
+    assert said == [
+        5, (1, {"loss_mean": 2.0, "run": "one"}), "one: slow", (1, {"loss_mean": 2.0, "run": "two"}), "two: slow"
+    ]  # fmt: skip
