@@ -1,7 +1,8 @@
 """How much longer several runs take than one, if their clients train together, and if they run one after another.
 
 Ten clients with the five CNNs, 640 CIFAR-sized images each, batch 64, one epoch; FedProto and Standalone. A round is
-everything that belongs to it: messages, server, evaluation, records. Rounds that compile and capture are left out.
+everything that belongs to it: messages, server, evaluation, records. Rounds that compile and capture are left out,
+and so is the last one, at whose end models are written.
 
     python benchmarks/stacked_runs.py [--device cuda] [--runs 5] [--rounds 20] [--differ lr] [--json]
 """
@@ -25,6 +26,7 @@ from polyfed.bench import noise
 from polyfed.compute import machine_name
 from polyfed.data import Dataset
 from polyfed.engines.together import Group
+from polyfed.records import RunFolder
 from polyfed.server.federation import Watcher
 
 CLIENTS, IMAGES, BATCH = 10, 640, 64
@@ -48,15 +50,26 @@ def run(method: str, number: int, data: Dataset, folder: Path, options: argparse
     seed, lr = (0, 0.01 * (1 + number / 10)) if options.differ == "lr" else (number, 0.01)
     api.run(
         method, data=data, models="papers", clients=CLIENTS, partition="iid", split="8:1:1", seed=seed, lr=lr,
-        rounds=WARM_UP + options.rounds, batch_size=BATCH, engine="vectorized", device=options.device,
+        rounds=WARM_UP + options.rounds + 1, batch_size=BATCH, engine="vectorized", device=options.device,
         eval_every=options.eval_every, checkpoint_every=10_000, out=folder / f"{method}-{number}", watcher=clock,
         progress=False,
     )  # fmt: skip
 
 
+def check_together(run: RunFolder) -> None:
+    """Raise if a run did not train with the others, because the comparison would be of something else."""
+    notes = [event["note"] for event in run.events() if event["event"] == "note"]
+    for note in notes:
+        if "together" in note:
+            raise RuntimeError(note)
+
+
 def seconds_per_round(clocks: Sequence[Clock]) -> float:
-    """The mean time of a round after the warm-up, until the last run has had it."""
-    ends = [max(each) for each in zip(*(clock.ends for clock in clocks), strict=True)]
+    """The mean time of a round after the warm-up, until the last run has had it.
+
+    Without the last round, at whose end a run writes its models while the others wait.
+    """
+    ends = [max(each) for each in zip(*(clock.ends for clock in clocks), strict=True)][:-1]
     return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
 
 
@@ -76,6 +89,8 @@ def measure(method: str, data: Dataset, options: argparse.Namespace) -> dict[str
         failed = Group().run(works)
         for error in failed.values():
             raise error
+        for number in range(options.runs):
+            check_together(RunFolder.open(Path(folder) / "together" / f"{method}-{number}"))
     one_by_one = [seconds_per_round([clock]) for clock in alone]
     one, together = sorted(one_by_one)[len(one_by_one) // 2], seconds_per_round(clocks)
     return {

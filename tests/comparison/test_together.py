@@ -1,4 +1,4 @@
-"""Comparisons and searches whose runs train together say what they say when runs go one by one."""
+"""Comparisons and searches whose runs train together give the results of runs done one by one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_runs_that_differ_in_seeds_and_numbers_form_a_group() -> None:
     assert [len(group) for group in groups(["fedproto"], 8, {"training.epochs": [1, 2]})] == [3, 3]
 
 
-def test_on_a_cpu_runs_go_one_by_one_unless_asked() -> None:
+def test_on_a_cpu_runs_are_done_one_by_one_unless_asked() -> None:
     assert [len(group) for group in groups(["fedproto"], None)] == [1, 1, 1]
     assert [len(group) for group in groups(["fedproto"], None, device="cuda", clients=100)] == [2, 1]
     assert [len(group) for group in groups(["fedproto"], None, device="cuda", engine="sequential")] == [1, 1, 1]

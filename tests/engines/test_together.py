@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -209,7 +212,7 @@ class Stops(Watcher):
         self.stop_requested = round >= self.after
 
 
-def test_a_run_that_breaks_off_leaves_the_others_going(tmp_path: Path, calls: list[list[int]]) -> None:
+def test_the_others_continue_when_a_run_breaks_off(tmp_path: Path, calls: list[list[int]]) -> None:
     runs = seeds("fedproto", rounds=3)
     for name, run in runs.items():
         start(tmp_path / "alone" / name, *run)
@@ -357,6 +360,24 @@ def test_an_interrupted_group_ends_at_its_next_request(tmp_path: Path) -> None:
     assert {type(error) for error in found.values()} == {KeyboardInterrupt} and len(found) == 2
     assert run_joint(tmp_path, runs) == {}
     assert_same(tmp_path, runs)
+
+
+def test_an_interruption_before_all_runs_have_begun_ends_those_that_wait(tmp_path: Path) -> None:
+    """The first run waits for its clients, the second is being interrupted, the third has not begun."""
+    (name, run), *_ = seeds("fedproto", 1).items()
+
+    def interrupts() -> None:
+        _thread.interrupt_main()
+        time.sleep(0.5)
+
+    never: list[str] = []
+    works = {
+        name: lambda: start(tmp_path / name, *run), "interrupts": interrupts, "never": lambda: never.append("begun")
+    }  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        together.Group().run(works)
+    assert not {thread.name for thread in threading.enumerate()} & works.keys()
+    assert never == []
 
 
 def test_a_watcher_hears_which_run_it_is_about() -> None:

@@ -1,4 +1,4 @@
-"""Runs that go on side by side, so that their clients can train together.
+"""Runs side by side, so that their clients can train together.
 
 Each run is a thread, but only one of them works at a time: the one that holds the baton. A run gives it away while it
 waits for its clients. When all runs wait, the last one trains the clients of all of them. So nothing needs a lock, and
@@ -125,7 +125,7 @@ class Group:
     def __init__(self) -> None:
         self._baton = threading.Lock()
         self._size = 1
-        self._going: dict[str, None] = {}
+        self._unfinished: dict[str, None] = {}
         """The runs that have not ended, in their order."""
         self._begun = threading.Event()
         """Whether the run that was started last has asked for its clients, or ended."""
@@ -136,7 +136,7 @@ class Group:
         """The samples of the first member on the compute device, for all of them."""
         self._joint: JointEngine | None = None
         self._apart = False
-        """Whether runs go on one after another, because they can't train together."""
+        """Whether runs work one after another, because they can't train together."""
         self._cancelled = False
         self._errors: dict[str, BaseException] = {}
 
@@ -144,7 +144,7 @@ class Group:
 
     def run(self, works: Mapping[str, Callable[[], object]]) -> dict[str, BaseException]:
         """Do all works, each a run in its thread; returns the errors of those that failed, by name."""
-        self._going, self._size = dict.fromkeys(works), len(works)
+        self._unfinished, self._size = dict.fromkeys(works), len(works)
         threads = [
             threading.Thread(target=copy_context().run, args=(self._do, name, work), daemon=True, name=name)
             for name, work in works.items()
@@ -159,12 +159,21 @@ class Group:
                 while thread.is_alive():
                     thread.join(0.2)
         except KeyboardInterrupt:
-            self._cancelled = True
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(PATIENCE)
+            self._cancel(threads)
             raise
         return self._errors
+
+    def _cancel(self, threads: Iterable[threading.Thread]) -> None:
+        """Let every run end at its next request, and wait for that a while."""
+        self._cancelled = True
+        begun = [thread for thread in threads if thread.ident is not None]
+        if self._baton.acquire(timeout=PATIENCE):
+            for thread in threads:
+                if thread not in begun:  # the others would wait for it
+                    self._leave(thread.name)
+            self._baton.release()
+        for thread in begun:
+            thread.join(PATIENCE)
 
     def _do(self, name: str, work: Callable[[], object]) -> None:
         _current.set((self, name))
@@ -178,12 +187,12 @@ class Group:
                 self._leave(name)
 
     def _leave(self, name: str) -> None:
-        del self._going[name]
+        del self._unfinished[name]
         self._begun.set()
         member = self._members.pop(name, None)
         if self._joint is not None and member in self._joint.members:
             self._joint.members.remove(member)
-        if len(self._going) <= 1:
+        if len(self._unfinished) <= 1:
             self._dissolve()
         self._serve()
 
@@ -230,9 +239,9 @@ class Group:
 
     def _serve(self) -> None:
         """If all runs wait, answer those that are furthest behind; the others are met when these have caught up."""
-        if not self._going or self._waiting.keys() != self._going.keys():
+        if not self._unfinished or self._waiting.keys() != self._unfinished.keys():
             return
-        waiting = [self._waiting[name] for name in self._going]
+        waiting = [self._waiting[name] for name in self._unfinished]
         behind = min(request.position for request in waiting)
         chosen = [request for request in waiting if request.position == behind or self._cancelled]
         for likeness in dict.fromkeys(request.likeness for request in chosen):
@@ -266,6 +275,8 @@ class Group:
             left = [client for client in request.clients if client not in own]
             try:
                 rest = request.member.alone(request, left) if left else ()
+                if left:
+                    request.member.release()
             except BaseException as error:
                 request.error = error
                 continue
@@ -285,8 +296,7 @@ class Group:
         """
         while len(found) > 1:
             try:
-                self._joint = self._joint or JointEngine(list(self._members.values()))
-                self._call(self._joint, found)
+                self._call(self._common_engine(), found)
                 return None
             except DivergedError as error:
                 places = self._joint.places if self._joint else {}
@@ -298,6 +308,13 @@ class Group:
                 return None
             found = kept
         return None
+
+    def _common_engine(self) -> JointEngine:
+        if self._joint is None:
+            for member in self._members.values():
+                member.release()  # what it has kept from catching up
+            self._joint = JointEngine(list(self._members.values()))
+        return self._joint
 
     def _call(self, joint: JointEngine, found: Mapping[Request, dict[int, Any]]) -> None:
         """Train or evaluate the clients that have no answer yet at once, and sort the answers by request."""
@@ -334,7 +351,7 @@ class Group:
             self._joint.notes.clear()
 
     def _part(self, reason: str) -> None:
-        """Let the runs go on one after another from now on."""
+        """Let the runs work one after another from now on."""
         self._apart = True
         for member in self._members.values():
             member.notes.append(f"the runs do not train together: {reason}")

@@ -138,7 +138,7 @@ class JointEngine(VectorizedEngine):
         self.notes.clear()  # each run has said the same
         self.store = JointStore(self.places)
         self.members = list(members)
-        """Those that are still going."""
+        """Those whose runs have not ended."""
         self._beginners.clear()  # whose initial states are those of their runs
         self._check_networks()
 
