@@ -150,7 +150,8 @@ class Side:
         return answer["failure"] if "failure" in answer else Measured(**answer)
 
     def _started(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(HERE)}
+        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         if self.name == "theirs":
             environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         command = [sys.executable, str(Path(__file__).resolve()), *self._arguments, "--side", self.name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.server import replay
 from polyfed.server.replay import Replayed, in_batches
-from polyfed.server.training import Loss, eager, sgd_step, train_on_vectors
+from polyfed.server.training import Loss, classification_loss, eager, sgd_step, train_on_vectors
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where steps are captured")
 
@@ -126,6 +128,28 @@ def test_a_batch_step_by_hand() -> None:
     sgd_step(module, vectors, torch.zeros(3, dtype=torch.int64), 0.1, loss)(torch.tensor([0, 2]), losses)
     assert float(module.weight.detach()) == pytest.approx(0.5)
     assert losses.tolist() == [0.5, 4.5]
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_a_linear_layer_s_step_is_that_of_autograd_bit_by_bit(count: int) -> None:
+    torch.manual_seed(0)
+    vectors, labels = torch.randn(40, 12), torch.randint(0, 5, (40,))
+    quick = nn.Linear(12, 5)
+    plain, first = deepcopy(quick), quick.bias.detach().clone()
+    of_quick, of_plain = torch.empty(count), torch.empty(count)
+    steps = (
+        (sgd_step(quick, vectors, labels, 0.1), of_quick),
+        (sgd_step(plain, vectors, labels, 0.1, classification_loss), of_plain),
+    )
+    for _ in range(20):
+        rows = torch.randperm(40)[:count]
+        for step, losses in steps:
+            step(rows, losses)
+        assert torch.equal(of_quick, of_plain)
+    assert torch.equal(quick.weight, plain.weight)
+    assert torch.equal(quick.bias, plain.bias)
+    assert bool((quick.bias != first).all())
+    assert quick.weight.requires_grad
 
 
 def own_loss(module: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:

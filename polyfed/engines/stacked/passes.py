@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from polyfed.population import Population
 
 EVALUATION_SAMPLES, EVALUATION_VALUES = 8192, 8192 * 3 * 32 * 32
 """Most samples of all clients together in one step of an evaluation, and most values of these samples."""
+USUAL_MEMORY = 40 * 2**30
+"""Of a GPU; one with more gets more samples at once."""
 
 
 def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -32,6 +35,14 @@ def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
     for row, each in zip(table, samples, strict=True):
         row[: len(each)] = each
     return to_device(table, device)
+
+
+@cache
+def roominess(device: torch.device) -> float:
+    """How many times as much memory as usual a device has, where it is a GPU with more."""
+    if device.type != "cuda":
+        return 1.0
+    return max(1.0, torch.cuda.get_device_properties(device).total_memory / USUAL_MEMORY)
 
 
 def in_chunks(
@@ -48,7 +59,7 @@ def in_chunks(
     """
     applied, dataset, method = StackedApplied(network, function), population.dataset, population.method
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
-    width = max(1, samples // max(1, len(rows)))
+    width = max(1, int(samples * roominess(rows.device)) // max(1, len(rows)))
     results, start = [], 0
     while start < rows.shape[1]:
         chunk = rows[:, start : start + width]
