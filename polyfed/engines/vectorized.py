@@ -25,9 +25,10 @@ from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
 from polyfed.engines.client.probing import probe_sizes
 from polyfed.engines.client.workbench import Workbench
-from polyfed.engines.stacked.captured import CapturedStep, Stream
+from polyfed.engines.stacked.captured import CapturedStep, Stream, stepped
 from polyfed.engines.stacked.layers import trouble
 from polyfed.engines.stacked.plan import Plan, new_plan
+from polyfed.engines.stacked.replays import CohortReplays, Replays
 from polyfed.engines.stacked.round import Afterwards, CohortRound
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
@@ -57,6 +58,7 @@ class VectorizedEngine(LocalEngine):
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
         self._stacks: dict[tuple[str, int], stacked.Stack] = {}
         self._streams: dict[str, Stream] = {}
+        self._replays = Replays(self._note)
         self._ahead: dict[tuple[int, ...], list[Plan]] = {}
         """By round and clients, batches that were drawn during the previous round."""
         self._looped: dict[str, str] = {}
@@ -187,7 +189,8 @@ class VectorizedEngine(LocalEngine):
             drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
             steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
             network, own = self._network(clients[0]).eval(), self._own(clients, stack)
-            after = Afterwards.queued(self.population, clients, network, own, round, self._note)
+            graphs = self._graphs(clients[0], stack)
+            after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs)
             return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after)
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
@@ -298,9 +301,11 @@ class VectorizedEngine(LocalEngine):
     def _predict(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> stacked.Predicted:
         """Queue a cohort's predictions, without waiting for them."""
         with self._stream(clients[0]).entered(), torch.no_grad():
-            own = self._own(clients, self._stack(clients, round, downloads, keep=False))
+            stack = self._stack(clients, round, downloads, keep=False)
+            own, graphs = self._own(clients, stack), self._graphs(clients[0], stack)
             with local.explained(self.population, clients, f"the evaluation of round {round}"):
-                return stacked.predict(self.population, clients, self._network(clients[0]).eval(), own, self._note)
+                network = self._network(clients[0]).eval()
+                return stacked.predict(self.population, clients, network, own, self._note, graphs)
 
     def _evaluations(self, work: stacked.Predicted, round: int) -> dict[int, Evaluation]:
         """Wait for a cohort's predictions, and count them."""
@@ -345,8 +350,7 @@ class VectorizedEngine(LocalEngine):
             return count
         if count == self._owners[self._architecture(clients[0])]:
             return count
-        steps = (step for power in range(2, 20) for step in (1 << power, 3 << (power - 1)))
-        return next(step for step in steps if step >= count)
+        return stepped(count)
 
     def _width(self, client: int) -> int:
         """Samples in a batch: no more than any client of the architecture has."""
@@ -374,6 +378,13 @@ class VectorizedEngine(LocalEngine):
         if name not in self._streams:
             self._streams[name] = Stream(self.population.device)
         return self._streams[name]
+
+    def _graphs(self, client: int, stack: stacked.Stack) -> CohortReplays | None:
+        """Where passes of a cohort are captured: on a GPU, if its stack is one that stays."""
+        name, stream = self._architecture(client), self._stream(client)
+        if stream.cuda is None or self._stacks.get((name, len(stack.parts))) is not stack:
+            return None
+        return CohortReplays(self._replays, name, stack.state, stream)
 
     def _network(self, client: int) -> ClientNetwork:
         """The architecture's network, around which states are laid; phases set its modules' modes."""
@@ -413,6 +424,7 @@ class VectorizedEngine(LocalEngine):
         if self.population.device.type == "cuda":
             torch.cuda.synchronize()  # no graph may be freed while it runs
         self._steps.clear()
+        self._replays.clear()
         self._stacks.clear()
         self._streams.clear()
         gc.collect()  # a failed capture may have left cycles that hold on to its memory

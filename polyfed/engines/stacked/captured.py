@@ -130,17 +130,23 @@ class CapturedStep:
 
 
 def reason(error: RuntimeError) -> Exception:
-    """Why a step could not be captured: too little memory, which may have come first, or something in the network."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError):
-            return torch.OutOfMemoryError(str(cause))
-        first, cause = cause, cause.__cause__ or cause.__context__
+    """Why a step could not be captured: too little memory, or something in the network."""
+    first = first_cause(error)
+    if isinstance(first, torch.OutOfMemoryError):
+        return torch.OutOfMemoryError(str(first))
     said = " ".join(str(first).split())[:200]
     return InputError(
         f"a step of training can't be captured on the GPU ({said}): use --engine sequential, or let the network make "
         "its constants as buffers when it is built."
     )
+
+
+def first_cause(error: RuntimeError) -> BaseException:
+    """What went wrong first in a capture; leaving a failed one raises another error. Too little memory before all."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+        first, cause = cause, cause.__cause__ or cause.__context__
+    return cause or first
 
 
 def bucket(active: int, full: int) -> int:
@@ -152,3 +158,12 @@ def bucket(active: int, full: int) -> int:
     while active <= -(-full // 2) < full:
         full = -(-full // 2)
     return full
+
+
+def stepped(count: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, … that is enough, so that few different shapes occur over many rounds.
+
+    >>> [stepped(count) for count in (1, 5, 9, 13, 769)]
+    [1, 6, 12, 16, 1024]
+    """
+    return next(step for power in range(63) for step in (1 << power, 3 << power >> 1) if step >= count)

@@ -26,6 +26,11 @@ def without_numbers(state: Mapping[str, Tensor]) -> State:
     return {name: tensor for name, tensor in state.items() if not name.startswith("number.")}
 
 
+def numbers_of(state: Mapping[str, Tensor]) -> State:
+    """Such numbers of a state alone."""
+    return {name: tensor for name, tensor in state.items() if name.startswith("number.")}
+
+
 @contextmanager
 def numbered(method: Method, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, the method finds the numbers of this state in its settings."""

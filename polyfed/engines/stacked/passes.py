@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,7 +15,8 @@ from polyfed.compute import to_device
 from polyfed.confusion import Cells, count_each
 from polyfed.engines.client.probing import ask, probe_samples
 from polyfed.engines.client.round import silent, smaller_batches
-from polyfed.engines.stacked.numbers import on
+from polyfed.engines.stacked.numbers import numbers_of, on
+from polyfed.engines.stacked.replays import CohortReplays
 from polyfed.engines.stacked.step import StackedApplied, for_each
 from polyfed.evaluation import PARTS, Evaluation, Part
 from polyfed.message import State
@@ -27,6 +28,8 @@ from polyfed.population import Population
 
 EVALUATION_SAMPLES, EVALUATION_VALUES = 8192, 8192 * 3 * 32 * 32
 """Most samples of all clients together in one step of an evaluation, and most values of these samples."""
+CAPTURED_SHARE = 8
+"""A captured pass has one of so many parts of these samples, because its memory is not freed afterwards."""
 USUAL_MEMORY = 40 * 2**30
 """Of a GPU; one with more gets more samples at once."""
 
@@ -51,21 +54,33 @@ def in_chunks(
     rows: Tensor,
     function: Callable[..., object],
     say: Callable[[str], None] = silent,
+    graphs: CohortReplays | None = None,
+    purpose: Hashable = None,
 ) -> list[tuple[Tensor, object]]:
     """A function of (network, images) for all clients over all their samples; pairs of rows and results.
 
-    Samples that do not fit into memory at once are processed in halves, with a remark.
+    Samples that do not fit into memory at once are processed in halves, with a remark. With `graphs` the pass is
+    captured where it can be; functions of equal purposes compute the same.
     """
-    applied, dataset, method = StackedApplied(network, function), population.dataset, population.method
+    dataset, method = population.dataset, population.method
+    applied = cache(lambda: StackedApplied(network, function))
+
+    def work(state: State, chunk: Tensor) -> object:
+        x, _ = dataset.batch(chunk.clamp(min=0).flatten(), chunk.device)
+        return for_each(lambda own, a: on(applied(), method, own)(a), state, x.unflatten(0, chunk.shape))
+
     samples = min(EVALUATION_SAMPLES, EVALUATION_VALUES // dataset.images[0].numel())
-    width = max(1, int(samples * roominess(rows.device)) // max(1, len(rows)))
+    samples = int(samples * roominess(rows.device))
+    if graphs is not None:
+        found = graphs.over(purpose, work, rows, numbers_of(state), max(1, samples // CAPTURED_SHARE))
+        if found is not None:
+            return found
+    width = max(1, samples // max(1, len(rows)))
     results, start = [], 0
     while start < rows.shape[1]:
         chunk = rows[:, start : start + width]
         try:
-            x, _ = dataset.batch(chunk.clamp(min=0).flatten(), rows.device)
-            given = x.unflatten(0, chunk.shape)
-            results.append((chunk, for_each(lambda own, a: on(applied, method, own)(a), state, given)))
+            results.append((chunk, work(state, chunk)))
             start += chunk.shape[1]
             continue
         except torch.OutOfMemoryError:
@@ -99,13 +114,14 @@ def collect(
     network: ClientNetwork,
     state: State,
     say: Callable[[str], None] = silent,
+    graphs: CohortReplays | None = None,
 ) -> Collected | None:
     """Queue the method's class statistics of all clients' training samples, if it wants any."""
     wanted = population.method.collect
     if wanted is None:
         return None
     rows = to_device(padded_rows([population.data[client].train for client in clients]), population.device)
-    parts = in_chunks(population, network, state, rows, wanted.of, say)
+    parts = in_chunks(population, network, state, rows, wanted.of, say, graphs, wanted.of)
     vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1).flatten(0, 1)
     classes, groups = population.task.classes, len(clients) * population.task.classes
     owner = torch.arange(len(clients), device=rows.device)[:, None]
@@ -181,19 +197,25 @@ def predict(
     network: ClientNetwork,
     state: State,
     say: Callable[[str], None] = silent,
+    graphs: CohortReplays | None = None,
 ) -> Predicted:
     """Queue the predictions of all clients' test and validation samples, in one pass over both."""
     data, two = [population.data[client] for client in clients], population.task.classes == 2
     parts = [padded_rows([getattr(own, part) for own in data]) for part in PARTS]
     rows = to_device(torch.cat(parts, 1), population.device)
+
+    def decide(net: ClientNetwork, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        found = population.method.predict(net, x)
+        return {rule: (own.argmax(-1), *([margins(own).double()] if two else [])) for rule, own in found.items()}
+
     columns: dict[str, list[Tensor]] = {}
     preferred: dict[str, list[Tensor]] = {}
-    for _, scores in in_chunks(population, network, state, rows, population.method.predict, say):
-        assert isinstance(scores, dict)
-        for rule, values in scores.items():
-            columns.setdefault(rule, []).append(values.argmax(-1))
-            if two:
-                preferred.setdefault(rule, []).append(margins(values).double().view(torch.int64))
+    for _, decided in in_chunks(population, network, state, rows, decide, say, graphs, population.method.predict):
+        assert isinstance(decided, dict)
+        for rule, (chosen, *margin) in decided.items():
+            columns.setdefault(rule, []).append(chosen)
+            for values in margin:
+                preferred.setdefault(rule, []).append(values.view(torch.int64))
     if not columns:  # nobody has samples of either part
         rules = own_rules(population, clients[:1], network, state)
         columns, preferred = ({rule: [rows] for rule in rules if known} for known in (True, two))

@@ -12,6 +12,7 @@ from polyfed.engines.client import round as local
 from polyfed.engines.client.batches import visits
 from polyfed.engines.stacked import passes
 from polyfed.engines.stacked.passes import Collected
+from polyfed.engines.stacked.replays import CohortReplays
 from polyfed.engines.stacked.step import PhaseStep, Stack
 from polyfed.message import State, largest
 from polyfed.methods.base import Method, Phase
@@ -37,10 +38,11 @@ class Afterwards:
         state: State,
         round: int,
         say: Callable[[str], None],
+        graphs: CohortReplays | None = None,
     ) -> Afterwards:
         """Ask everything that the method wants to know."""
         with torch.no_grad():
-            collected = passes.collect(population, clients, network, state, say)
+            collected = passes.collect(population, clients, network, state, say, graphs)
             inspects = type(population.method).inspect is not Method.inspect
             inspected = passes.inspect(population, clients, network, state) if inspects else {}
             return cls(collected, passes.probe(population, clients, network, state, round), inspected)
