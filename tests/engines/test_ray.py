@@ -26,7 +26,7 @@ from polyfed.message import Message
 from polyfed.server.federation import Federation, Watcher
 from tests import support
 from tests.engines.test_hosts import compare
-from tests.remote.test_remote import same_rows
+from tests.remote.support import same_rows
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alone
