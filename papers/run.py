@@ -24,7 +24,7 @@ from papers.records import RESULTS, append, check, check_settings, line_of, read
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
 from polyfed.errors import InputError, PolyfedError, unknown_name
-from polyfed.records import disk
+from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Interrupted, Watcher
 
 
@@ -79,6 +79,19 @@ class Recorder:
             append(record, self._given.out)
             del self.left[name]
             shutil.rmtree(folder, ignore_errors=True)
+
+    def unfinished(self) -> list[str]:
+        """How far the runs are that have begun and not ended, and how long a round of theirs takes."""
+        lines = []
+        for name, run in self.left.items():
+            folder = self._given.work / "runs" / name
+            if not (folder / "run.json").exists():
+                continue
+            rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
+            seconds = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
+            pace = f", {sum(seconds) / len(seconds):.3g} s a round" if seconds else ""
+            lines.append(f"{name}: {len(rounds)} of {run.config.rounds} rounds{pace}")
+        return lines
 
     def tell(self, line: str) -> None:
         print(line, flush=True)
@@ -139,6 +152,8 @@ def run(given: argparse.Namespace) -> int:
     except Interrupted:
         print("time is over")
     recorder.sweep()
+    for line in recorder.unfinished():
+        print(line)
     for name, reason in recorder.failures.items():
         print(f"{name} failed: {reason}", file=sys.stderr)
     print(f"{total - len(recorder.left)} of {total} runs recorded in '{given.out}'; {len(recorder.failures)} failed")

@@ -1,6 +1,7 @@
 """Runs on digits travel from the command to the page: run, record, collect, render."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,23 @@ def test_every_run_is_recorded_when_it_ends(papers: Path, monkeypatch: pytest.Mo
 def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(papers, "--minutes", "0") == 0
     assert "0 of 6 runs recorded" in capsys.readouterr().out
+
+
+def test_runs_that_the_deadline_stops_say_how_far_they_are(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The deadline is over after the first of three rounds."""
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
+    monkeypatch.setattr(running.Deadline, "stop_requested", False)
+    monkeypatch.setattr(
+        running.Deadline,
+        "on_round",
+        lambda deadline, *round: monkeypatch.setattr(type(deadline), "stop_requested", True),
+    )
+    assert command(papers, "--methods", "standalone") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"standalone.*seed0: 1 of 3 rounds, [\d.e-]+ s a round", said), said
+    assert "0 of 3 runs recorded" in said
 
 
 def test_only_what_is_asked_for_is_run(papers: Path) -> None:
