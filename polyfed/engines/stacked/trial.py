@@ -67,7 +67,10 @@ class Trial:
 
     @without_search()
     def _try(self, client: int, name: str, found: Finding) -> str | None:
-        """What goes wrong with two copies of the client, if anything; cohorts of one are tried where two can't be."""
+        """What goes wrong with two copies of the client, if anything.
+
+        If batch norm can't tell what is padding, tries again without padding.
+        """
         network = self._network(client)
         state = {name: torch.stack([tensor, tensor]) for name, tensor in self._state(client).items()}
         try:
