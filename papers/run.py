@@ -2,14 +2,13 @@
 
     python -m papers.run cifar100-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
 
-What was recorded before is skipped. A run that the deadline stops has a checkpoint under --work, from which the same
-command continues if the folder is still there; otherwise the run is repeated.
+Runs that are recorded already are skipped. A run that the deadline stops leaves a checkpoint under --work; the same
+command continues from there, or starts the run again if that folder is gone.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import shutil
 import subprocess
@@ -17,19 +16,18 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.records import RESULTS, append, check, check_settings, line_of, read_records, record_of
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
-from polyfed.errors import InputError, PolyfedError, unknown_name
+from polyfed.errors import PolyfedError, unknown_name
 from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Interrupted, Watcher
 
 
 class Deadline(Watcher):
-    """Asks all runs to stop after their rounds when the time is over."""
+    """Asks all runs to stop after their current round when the time is up."""
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
@@ -40,7 +38,7 @@ class Deadline(Watcher):
 
 
 class Recorder:
-    """Turns finished run folders into records, and frees their place: a run's networks are hundreds of megabytes."""
+    """Turns finished run folders into records and removes the folders: a run's networks are hundreds of megabytes."""
 
     def __init__(self, campaign: Campaign, given: argparse.Namespace) -> None:
         self._campaign, self._given, self._commit = campaign, given, given.commit or commit()
@@ -60,7 +58,7 @@ class Recorder:
         }
 
     def sweep(self, names: Collection[str] | None = None) -> None:
-        """Record these runs, or all, where they are finished; what an earlier command recorded is handed out again."""
+        """Record these runs, or all, where they are finished; also in --out what an earlier command had recorded."""
         for name, run in [(name, run) for name, run in self.left.items() if names is None or name in names]:
             kept, folder = self._given.work / "records" / f"{name}.json", self._given.work / "runs" / name
             if kept.exists():
@@ -81,7 +79,7 @@ class Recorder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def unfinished(self) -> list[str]:
-        """How far the runs are that have begun and not ended, and how long a round of theirs takes."""
+        """For each run that has begun and not ended, how many rounds are done and how long a round takes."""
         lines = []
         for name, run in self.left.items():
             folder = self._given.work / "runs" / name
@@ -113,26 +111,22 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", help="only these rows, separated by commas")
     parser.add_argument("--seeds", help="only these seeds, such as 2-3")
     parser.add_argument("--data-dir", type=Path, help="where the datasets are")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
-    parser.add_argument("--together", type=int, default=1, help="seeds of a method trained as one, if polyfed can")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run at the same time")
+    parser.add_argument(
+        "--together", type=int, help="runs whose clients train as one batch; polyfed's default if left out"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
-    parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where the runs are")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where unfinished runs are kept")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time; by default never")
     parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
-    parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml")
+    parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
     return parser.parse_args(arguments)
 
 
-def _stacking(number: int) -> dict[str, Any]:
-    if number > 1 and "together" not in inspect.signature(run_cells).parameters:
-        raise InputError(f"together is {number}, but this version of polyfed trains every run alone: use 1.")
-    return {"together": number} if number > 1 else {}
-
-
 def run(given: argparse.Namespace) -> int:
-    """Do what the command line asks for; the exit status."""
+    """Do what the command line asks for; returns the exit status."""
     campaign = read_campaign(given.campaign)
     recorder = Recorder(campaign, given)
     if not given.names:
@@ -147,10 +141,10 @@ def run(given: argparse.Namespace) -> int:
     try:
         recorder.failures |= run_cells(
             [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
-            watcher=Deadline(given.minutes), **_stacking(given.together),
+            watcher=Deadline(given.minutes), together=given.together,
         )  # fmt: skip
     except Interrupted:
-        print("time is over")
+        print("the time is up")
     recorder.sweep()
     for line in recorder.unfinished():
         print(line)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from papers import collect as collecting
 from papers import run as running
 from papers.campaign import FOLDER, Run, read_campaign
 from papers.collect import collect
@@ -173,17 +174,30 @@ def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[s
     assert "fedproto" in capsys.readouterr().err
 
 
-def test_seeds_are_stacked_if_polyfed_can(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_train_together_as_asked(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 is an answer too: without it, polyfed decides, and a GPU trains many runs together."""
     asked = []
 
-    def able(cells: Sequence[Cell], folder: Path, *, together: int = 1, **rest: Any) -> dict[str, str]:
+    def cells_run(cells: Sequence[Cell], folder: Path, *, together: int | None, **rest: Any) -> dict[str, str]:
         asked.append(together)
         return {}
 
-    monkeypatch.setattr(running, "run_cells", able)
-    assert command(papers, "--together", "3") == 0 and asked == [3]
-    monkeypatch.setattr(running, "run_cells", lambda cells, folder, **rest: {})
+    monkeypatch.setattr(running, "run_cells", cells_run)
+    for more in ((), ("--together", "1"), ("--together", "3")):
+        assert command(papers, *more) == 0
+    assert asked == [None, 1, 3]
+
+
+def test_together_needs_the_vectorized_engine(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(papers, "--together", "3") == 2
+    assert "only the vectorized engine" in capsys.readouterr().err
+
+
+def test_collecting_is_refused_without_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert collecting.main([str(tmp_path / "nothing")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        collecting.main([])
 
 
 def test_contradictions_are_refused(papers: Path) -> None:

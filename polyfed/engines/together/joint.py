@@ -1,7 +1,7 @@
 """One vectorized engine over the clients of several runs.
 
-Clients are numbered through. Whatever belongs to one client (its state, its draws, what it receives and uploads) is
-asked of its own run under its own number there, so that each run's numbers are those it has alone.
+The clients of all runs are numbered consecutively. Whatever belongs to one client (its state, its draws, what it
+receives and uploads) comes from its own run, under its number there, so that each run has the results it has alone.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from polyfed.engines.together.group import Member
 
 KEPT_NUMBERS = 64
-"""Choices of clients whose numbers are kept on the device."""
+"""How many selections of clients have their `values` kept on the device."""
 
 
 class CannotStack(Exception):
-    """Why the runs can't train together, although each of them could train stacked."""
+    """The runs can't train together, although each of them can train stacked; the message says why."""
 
 
 class NoSeed:
-    """The seed of a method that computes for several runs: there is none, and to draw with it is an error."""
+    """Stands for the seed of a method that computes for several runs. There is none; drawing with it is an error."""
 
     def __str__(self) -> NoReturn:
         raise CannotStack("the method draws with the seed of its run outside of the clients' states")
 
 
 def common_method(own: Method) -> Method:
-    """A method object for the stacked losses of several runs."""
+    """The method object that computes the stacked losses of several runs."""
     method = type(own)(own.config, own.task, own.training)
     method.task = replace(own.task, seed=NoSeed())  # type: ignore[arg-type]
     return method
@@ -52,10 +52,10 @@ def common_method(own: Method) -> Method:
 
 @dataclass(frozen=True, repr=False)
 class JoinedPopulation(Population):
-    """The clients of several runs, numbered through."""
+    """The clients of several runs, under common numbers."""
 
     homes: Mapping[int, tuple[Population, int]] = field(default_factory=dict)
-    """By number, the client's own run and its number there."""
+    """By common number, the client's own run and its number there."""
     values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Numbers that differ between runs, by name and client."""
     _placed: dict[tuple[int, ...], State] = field(default_factory=dict, init=False)
@@ -147,7 +147,7 @@ class JointEngine(VectorizedEngine):
         return sum(len(member.population.data) for member in self.members)
 
     def _check_networks(self) -> None:
-        """Raise if the runs' networks of one name differ in anything but their states."""
+        """Raise if networks of the same name differ between runs in anything but their states."""
         examples = {(member, member.population.architectures[client].name): client for member, client in self.numbers}
         looks: dict[str, object] = {}
         for (member, name), client in examples.items():
