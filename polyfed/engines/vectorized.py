@@ -29,11 +29,11 @@ from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.stacked.captured import CapturedStep, Stream
 from polyfed.engines.stacked.layers import trouble
 from polyfed.engines.stacked.plan import Plan, new_plan
-from polyfed.engines.stacked.round import CohortRound
+from polyfed.engines.stacked.round import Afterwards, CohortRound
 from polyfed.engines.stacked.trial import Trial
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
-from polyfed.methods.base import Method, Phase, Reply, Trained
+from polyfed.methods.base import Phase, Reply, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
@@ -113,9 +113,7 @@ class VectorizedEngine(LocalEngine):
         for group in self._cohorts(clients, stackable=False):
             scores |= {client: self._evaluate_one(self._bench, client, received.get(client), round) for client in group}
             self._bench.release()
-        for group in self._cohorts(clients, stackable=True):
-            for part in self._fitting(group, partial(self._evaluate_stacked, downloads=received, round=round)):
-                scores |= part
+        scores |= self._evaluate_side_by_side(self._cohorts(clients, stackable=True), received, round)
         return {client: scores[client] for client in sorted(scores)}
 
     def close(self) -> None:
@@ -190,7 +188,9 @@ class VectorizedEngine(LocalEngine):
             # One generator for all phases of a client; made only if there is dropout.
             drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
             steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
-            return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans])
+            network, own = self._network(clients[0]).eval(), self._own(clients, stack)
+            after = Afterwards.queued(self.population, clients, network, own, round, self._note)
+            return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after)
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
         """Draw all batches of a cohort, phase by phase."""
@@ -237,19 +237,12 @@ class VectorizedEngine(LocalEngine):
 
     def _finish(self, work: CohortRound, round: int) -> list[Reply]:
         """What the clients answer after training; only then is their new state kept."""
-        people, method, clients = self.population, self.population.method, work.clients
+        people, clients = self.population, work.clients
         stream, flops = self._stream(clients[0]), self._client_flops(clients[0])
         with stream.entered(), torch.no_grad():
-            network = self._network(clients[0]).eval()
-            own = self._own(clients, work.stack)
-            statistics = stacked.collect(people, clients, network, own, self._note)
-            remarks: list[tuple[str, ...]] = [()] * len(clients)
-            if type(method).inspect is not Method.inspect:
-                remarks = stacked.remarks(people, clients, network, own)
             visited = work.visited(people)
             parts = work.stack.parts[: len(clients)]
-            probed = stacked.probe(people, clients, network, own, round)
-            gathered = zip(parts, statistics, work.tracked(visited), probed, strict=True)
+            gathered = zip(parts, work.statistics(), work.tracked(visited), work.after.probed, strict=True)
             answers = [
                 Trained(people.counts[client], round, *own) for client, own in zip(clients, gathered, strict=True)
             ]
@@ -257,7 +250,7 @@ class VectorizedEngine(LocalEngine):
                 flops.of_round(seen, len(people.data[client].train), probe_sizes(people, client))
                 for client, seen in zip(clients, work.seen(visited), strict=True)
             ]
-            notes = [(*words, *own) for words, own in zip(work.notes(), remarks, strict=True)]
+            notes = work.notes()
             weights = work.weights()
             losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
             work.check_weights(weights, round)
@@ -281,13 +274,44 @@ class VectorizedEngine(LocalEngine):
         for client in beginners:
             self._forget_first(client)
 
+    def _evaluate_side_by_side(
+        self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
+    ) -> dict[int, Evaluation]:
+        """Queue the predictions of all cohorts, each on its stream, before waiting for the first."""
+        queued: list[stacked.Predicted] = []
+        too_large: list[list[int]] = []
+        for clients in cohorts:
+            try:
+                queued.append(self._predict(clients, downloads, round))
+            except torch.OutOfMemoryError:
+                too_large.append(clients)
+        scores = dict(pair for work in queued for pair in self._evaluations(work, round).items())
+        queued.clear()
+        for clients in too_large:
+            again = partial(self._evaluate_stacked, downloads=downloads, round=round)
+            for part in self._alone(clients, again):
+                scores |= part
+        return scores
+
     def _evaluate_stacked(
         self, clients: list[int], downloads: Mapping[int, Message], round: int
     ) -> dict[int, Evaluation]:
-        stack = self._stack(clients, round, downloads, keep=False)
-        own = self._own(clients, stack)
-        with torch.no_grad(), local.explained(self.population, clients, f"the evaluation of round {round}"):
-            return stacked.evaluate(self.population, clients, self._network(clients[0]).eval(), own, self._note)
+        return self._evaluations(self._predict(clients, downloads, round), round)
+
+    def _predict(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> stacked.Predicted:
+        """Queue a cohort's predictions, without waiting for them."""
+        with self._stream(clients[0]).entered(), torch.no_grad():
+            own = self._own(clients, self._stack(clients, round, downloads, keep=False))
+            with local.explained(self.population, clients, f"the evaluation of round {round}"):
+                return stacked.predict(self.population, clients, self._network(clients[0]).eval(), own, self._note)
+
+    def _evaluations(self, work: stacked.Predicted, round: int) -> dict[int, Evaluation]:
+        """Wait for a cohort's predictions, and count them."""
+        stream = self._stream(work.clients[0])
+        with stream.entered(), local.explained(self.population, work.clients, f"the evaluation of round {round}"):
+            scores = work.evaluations()
+        stream.join()
+        return scores
 
     # Memory and shapes ------------------------------------------------------------------------------------------------
 

@@ -272,7 +272,7 @@ def test_samples_that_do_not_fit_at_once_are_evaluated_in_smaller_steps(
         return original(function, state, x, *rest)
 
     monkeypatch.setattr(passes, "for_each", small)
-    monkeypatch.setattr(stacked_package, "remarks", lambda people, clients, *rest: [()] * len(clients))
+    monkeypatch.setattr(stacked_package, "inspect", lambda *given: {})
     again, *_ = run(tmp_path / "small", VectorizedEngine, "fedproto", clients=2, models=(support.Wide, support.Narrow))
     pd.testing.assert_frame_equal(again, expected, check_exact=False, rtol=1e-5)
     assert 2 < largest[0] <= 5

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from polyfed.compute import to_device
 from polyfed.confusion import Cells, count_each
@@ -28,13 +31,9 @@ USUAL_MEMORY = 40 * 2**30
 """Of a GPU; one with more gets more samples at once."""
 
 
-def padded_rows(samples: Sequence[Tensor], device: torch.device) -> Tensor:
+def padded_rows(samples: Sequence[Tensor]) -> Tensor:
     """Sample numbers of several clients as one table, −1 where a client has fewer."""
-    longest = max((len(each) for each in samples), default=0)
-    table = torch.full((len(samples), longest), -1, dtype=torch.int64)
-    for row, each in zip(table, samples, strict=True):
-        row[: len(each)] = each
-    return to_device(table, device)
+    return pad_sequence(list(samples), batch_first=True, padding_value=-1)
 
 
 @cache
@@ -77,18 +76,35 @@ def in_chunks(
     return results
 
 
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """Class statistics of a cohort, as they are queued on a GPU; only `of_clients` waits for them."""
+
+    found: ClassStatistics
+    """Of all clients' classes, those of one client after those of another; their covariances are not in here."""
+    seen: list[int]
+    """How many classes each client has."""
+    covariances: Sequence[Tensor | None]
+
+    def of_clients(self) -> list[ClassStatistics]:
+        """The statistics of each client."""
+        parts = (self.found.labels, self.found.counts, self.found.means.cpu())
+        labels, counts, means = (part.split(self.seen) for part in parts)
+        return [ClassStatistics(*own) for own in zip(labels, counts, means, self.covariances, strict=True)]
+
+
 def collect(
     population: Population,
     clients: Sequence[int],
     network: ClientNetwork,
     state: State,
     say: Callable[[str], None] = silent,
-) -> list[ClassStatistics | None]:
-    """The method's class statistics of all clients' training samples."""
+) -> Collected | None:
+    """Queue the method's class statistics of all clients' training samples, if it wants any."""
     wanted = population.method.collect
     if wanted is None:
-        return [None] * len(clients)
-    rows = padded_rows([population.data[client].train for client in clients], population.device)
+        return None
+    rows = to_device(padded_rows([population.data[client].train for client in clients]), population.device)
     parts = in_chunks(population, network, state, rows, wanted.of, say)
     vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1).flatten(0, 1)
     classes, groups = population.task.classes, len(clients) * population.task.classes
@@ -106,10 +122,7 @@ def collect(
         number = torch.arange(len(found.counts)).repeat_interleave(found.counts)
         away = ordered - found.means[to_device(number, vectors.device)]
         covariances = group_covariances(away, found.counts).split(seen)
-    # Last, when everything else is queued: this waits for the GPU.
-    parts_of_all = (found.labels % classes, found.counts, found.means.cpu())
-    labels, numbers, means = (part.split(seen) for part in parts_of_all)
-    return [ClassStatistics(*own) for own in zip(labels, numbers, means, covariances, strict=True)]
+    return Collected(replace(found, labels=found.labels % classes), seen, covariances)
 
 
 def probe(
@@ -123,7 +136,7 @@ def probe(
     # Not with our own kernels, which have no rule for forward mode.
     applied = Applied(network, lambda net, *parts: ask(wanted, net, Batch(*parts[:3]), Batch(*parts[3:])))
     given = []
-    for rows in (padded_rows(own, population.device) for own in zip(*samples, strict=True)):
+    for rows in (to_device(padded_rows(own), population.device) for own in zip(*samples, strict=True)):
         x, y = population.dataset.batch(rows.clamp(min=0).flatten(), population.device)
         given += [x.unflatten(0, rows.shape), y.view_as(rows), rows >= 0]
     found = for_each(lambda own, *parts: on(applied, population.method, own)(*parts), state, *given)
@@ -133,40 +146,61 @@ def probe(
     ]
 
 
-def evaluate(
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """What is predicted for the samples of a cohort, as it is queued on a GPU; only `evaluations` waits for it."""
+
+    clients: Sequence[int]
+    rules: list[str]
+    widths: list[int]
+    """Columns of each part."""
+    tables: Tensor
+    """True classes, −1 for padding; what each rule predicts; with two classes also each rule's margins, as bits."""
+
+    def evaluations(self) -> dict[int, Evaluation]:
+        """Count what is predicted as what, of every client's test and validation samples."""
+        counts: dict[Part, dict[str, list[Cells]]] = {}
+        aucs: dict[Part, dict[str, list[float | None]]] = {}
+        count = len(self.rules)
+        for part, tables in zip(PARTS, self.tables.cpu().split(self.widths, 2), strict=True):
+            true, *found = tables.numpy()
+            counts[part] = {rule: count_each(true, own) for rule, own in zip(self.rules, found, strict=False)}
+            margins = {rule: own.view(np.float64) for rule, own in zip(self.rules, found[count:], strict=False)}
+            aucs[part] = {rule: [auc(*pair) for pair in zip(true, own, strict=True)] for rule, own in margins.items()}
+        scores = {}
+        for i, client in enumerate(self.clients):
+            test, validation = ({rule: own[i] for rule, own in counts[part].items()} for part in PARTS)
+            areas = {part: {rule: own[i] for rule, own in known.items()} for part, known in aucs.items()}
+            scores[client] = Evaluation.of(test, validation, areas if len(self.tables) > 1 + count else None)
+        return scores
+
+
+def predict(
     population: Population,
     clients: Sequence[int],
     network: ClientNetwork,
     state: State,
     say: Callable[[str], None] = silent,
-) -> dict[int, Evaluation]:
-    """Count what is predicted as what, of all clients' test and validation samples."""
-    counts: list[dict[str, list[Cells]]] = []
-    aucs: dict[Part, dict[str, list[float | None]]] = {}
-    for part in PARTS:
-        rows = padded_rows([getattr(population.data[client], part) for client in clients], population.device)
-        predicted: dict[str, list[Tensor]] = {}
-        preferred: dict[str, list[Tensor]] = {}
-        for _, scores in in_chunks(population, network, state, rows, population.method.predict, say):
-            assert isinstance(scores, dict)
-            for rule, values in scores.items():
-                predicted.setdefault(rule, []).append(values.argmax(-1))
-                if population.task.classes == 2:
-                    preferred.setdefault(rule, []).append(margins(values))
-        true = torch.where(rows >= 0, population.dataset.labels[rows.clamp(min=0)], -1)
-        # One transfer from a GPU, and one sort of all clients' samples.
-        tables = torch.stack([true, *(torch.cat(parts, 1) for parts in predicted.values())]).cpu().numpy()
-        counts.append({rule: count_each(tables[0], own) for rule, own in zip(predicted, tables[1:], strict=True)})
-        each = {rule: torch.cat(own, 1).double().cpu().numpy() for rule, own in preferred.items()}
-        aucs[part] = {rule: [auc(*pair) for pair in zip(tables[0], own, strict=True)] for rule, own in each.items()}
-    rules = list(counts[0] or counts[1]) or own_rules(population, clients[:1], network, state)
-    none: list[Cells] = [()] * len(clients)
-    found = {}
-    for i, client in enumerate(clients):
-        own = {part: {rule: values[i] for rule, values in known.items()} for part, known in aucs.items()}
-        test, validation = ({rule: part.get(rule, none)[i] for rule in rules} for part in counts)
-        found[client] = Evaluation.of(test, validation, own if population.task.classes == 2 else None)
-    return found
+) -> Predicted:
+    """Queue the predictions of all clients' test and validation samples, in one pass over both."""
+    data, two = [population.data[client] for client in clients], population.task.classes == 2
+    parts = [padded_rows([getattr(own, part) for own in data]) for part in PARTS]
+    rows = to_device(torch.cat(parts, 1), population.device)
+    columns: dict[str, list[Tensor]] = {}
+    preferred: dict[str, list[Tensor]] = {}
+    for _, scores in in_chunks(population, network, state, rows, population.method.predict, say):
+        assert isinstance(scores, dict)
+        for rule, values in scores.items():
+            columns.setdefault(rule, []).append(values.argmax(-1))
+            if two:
+                preferred.setdefault(rule, []).append(margins(values).double().view(torch.int64))
+    if not columns:  # nobody has samples of either part
+        rules = own_rules(population, clients[:1], network, state)
+        columns, preferred = ({rule: [rows] for rule in rules if known} for known in (True, two))
+    true = torch.where(rows >= 0, population.dataset.labels[rows.clamp(min=0)], -1)
+    found = [torch.cat(own, 1) for own in (*columns.values(), *preferred.values())]
+    # One table, so that it comes from a GPU in one transfer.
+    return Predicted(clients, list(columns), [part.shape[1] for part in parts], torch.stack([true, *found]))
 
 
 def own_rules(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> list[str]:
@@ -178,10 +212,8 @@ def own_rules(population: Population, clients: Sequence[int], network: ClientNet
     return list(scores)
 
 
-def remarks(
-    population: Population, clients: Sequence[int], network: ClientNetwork, state: State
-) -> list[tuple[str, ...]]:
-    """The method's remarks on each client, from one batch of its samples."""
+def inspect(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> dict[str, Tensor]:
+    """Queue the method's remarks on all clients: which apply to each, from one batch of its samples."""
     # A client with fewer samples repeats them, so that all have the same number.
     own = [population.data[client].train for client in clients]
     rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
@@ -190,5 +222,10 @@ def remarks(
     given = x.unflatten(0, rows.shape), y.view_as(rows)
     found = for_each(lambda own, a, b: on(applied, population.method, own)(a, b), state, *given)
     assert isinstance(found, dict)
-    truth = {remark: values.tolist() for remark, values in found.items()}
-    return [tuple(remark for remark, values in truth.items() if values[i]) for i in range(len(clients))]
+    return found
+
+
+def remarks(found: dict[str, Tensor], count: int) -> list[tuple[str, ...]]:
+    """The remarks on each of so many clients, from what `inspect` found."""
+    truth = torch.stack(list(found.values()), 1).tolist() if found else [()] * count
+    return [tuple(remark for remark, applies in zip(found, own, strict=True) if applies) for own in truth]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,40 @@ from torch import Tensor
 
 from polyfed.engines.client import round as local
 from polyfed.engines.client.batches import visits
+from polyfed.engines.stacked import passes
+from polyfed.engines.stacked.passes import Collected
 from polyfed.engines.stacked.step import PhaseStep, Stack
 from polyfed.message import State, largest
-from polyfed.methods.base import Phase
+from polyfed.methods.base import Method, Phase
+from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, means_from_sums
 from polyfed.population import Population
+
+
+@dataclass(frozen=True, eq=False)
+class Afterwards:
+    """What is asked of the clients' networks after their training, as it is queued."""
+
+    collected: Collected | None
+    probed: list[State | None]
+    inspected: dict[str, Tensor]
+
+    @classmethod
+    def queued(
+        cls,
+        population: Population,
+        clients: list[int],
+        network: ClientNetwork,
+        state: State,
+        round: int,
+        say: Callable[[str], None],
+    ) -> Afterwards:
+        """Ask everything that the method wants to know."""
+        with torch.no_grad():
+            collected = passes.collect(population, clients, network, state, say)
+            inspects = type(population.method).inspect is not Method.inspect
+            inspected = passes.inspect(population, clients, network, state) if inspects else {}
+            return cls(collected, passes.probe(population, clients, network, state, round), inspected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +57,19 @@ class CohortRound:
     """They hold the results."""
     left_out: list[list[Tensor]]
     """The samples of each client that are not visited."""
+    after: Afterwards
 
-    def notes(self) -> list[list[str]]:
-        """For each client, remarks on its samples that are not visited."""
+    def notes(self) -> list[tuple[str, ...]]:
+        """For each client, remarks on its samples that are not visited, and the method's own."""
         pairs = list(zip(self.phases, self.left_out, strict=True))
-        return [[local.left_out(phase) for phase, own in pairs if len(own[i])] for i in range(len(self.clients))]
+        unseen = [[local.left_out(phase) for phase, own in pairs if len(own[i])] for i in range(len(self.clients))]
+        remarks = passes.remarks(self.after.inspected, len(self.clients))
+        return [(*words, *own) for words, own in zip(unseen, remarks, strict=True)]
+
+    def statistics(self) -> Sequence[ClassStatistics | None]:
+        """Each client's class statistics, if the method wants any."""
+        collected = self.after.collected
+        return [None] * len(self.clients) if collected is None else collected.of_clients()
 
     def visited(self, population: Population) -> list[Tensor]:
         """How often samples of each class are visited: [clients, classes]."""

@@ -111,5 +111,5 @@ class Trial:
         with torch.no_grad():
             stacked.own_rules(people, twice, network, state)
             stacked.collect(people, twice, network, state)
-            stacked.remarks(people, twice, network, state)
+            stacked.inspect(people, twice, network, state)
             stacked.probe(people, twice, network, state, 0)
