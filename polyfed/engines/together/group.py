@@ -302,7 +302,7 @@ class Group:
                 places = self._joint.places if self._joint else {}
                 diverged = places[error.client][0] if error.client in places else None
             except Exception as error:
-                return first_line(error) or type(error).__name__
+                return first_line(error.__cause__ or error)  # the cause alone: clients have other numbers in their runs
             kept = {request: own for request, own in found.items() if request.member is not diverged}
             if len(kept) == len(found):
                 return None

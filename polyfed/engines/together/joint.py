@@ -17,7 +17,8 @@ from torch import Tensor
 from polyfed.engines.client.flops import ClientFlops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench
-from polyfed.engines.together.fit import differing_numbers, look
+from polyfed.engines.stacked import Stack
+from polyfed.engines.together.fit import differing_numbers, differs_in, look
 from polyfed.engines.vectorized import VectorizedEngine
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
@@ -171,6 +172,22 @@ class JointEngine(VectorizedEngine):
             raise CannotStack(reason)
         self.notes.clear()  # the run has just said the same
         return reason
+
+    def _try(self, client: int) -> str | None:
+        network = self._network(client)
+        before = look(network)
+        reason = super()._try(client)
+        if look(network) != before:
+            raise CannotStack(f"the network {self._architecture(client)} changes attributes of its own")
+        return reason
+
+    def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> Stack:
+        stack = super()._stack(clients, round, downloads, keep=keep)
+        for method in {id(people.method): people.method for people, _ in map(self.population.home, clients)}.values():
+            # Whatever sets an attribute sets it in its own run, where the common losses would not find it.
+            if (name := differs_in(method, self.population.method)) is not None:
+                raise CannotStack(f"the method changes '{name}', which it keeps outside of the clients' states")
+        return stack
 
     def _train_one(self, bench: Workbench, client: int, message: Message, round: int) -> Reply:
         member, own = self.places[client]
