@@ -88,8 +88,12 @@ def line_of(record: Record) -> str:
 
 
 def append(record: Record, folder: Path) -> None:
-    """Add it to its entry's file; durable when this returns."""
-    disk.append(folder / f"{record['entry']}.jsonl", line_of(record).encode(), sync=True)
+    """Add it to its entry's file; durable when this returns. A line that was cut off goes."""
+    path = folder / f"{record['entry']}.jsonl"
+    before = disk.read(path) or b""
+    if not before.endswith(b"\n") and before:
+        disk.write(path, before[: before.rfind(b"\n") + 1])
+    disk.append(path, line_of(record).encode(), sync=True)
 
 
 def read_records(folders: Iterable[Path]) -> dict[Key, Record]:

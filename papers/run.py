@@ -9,7 +9,6 @@ command continues if the folder is still there; otherwise the run is repeated.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.records import RESULTS, append, check, check_settings, line_of, read_records, record_of
@@ -53,9 +51,13 @@ class Recorder:
         for row in rows or ():
             if row not in known:
                 raise unknown_name("method", row, known)
+        planned = campaign.runs(given.names or None, **machine)
+        if missing := sorted(set(seeds or ()) - {run.seed for run in planned}):
+            known_seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in planned}))
+            raise InputError(f"no run has the seed {missing[0]}: the campaign has {known_seeds}.")
         self.left = {
             run.cell.name: run
-            for run in campaign.runs(given.names or None, **machine)
+            for run in planned
             if run.key not in recorded and (not rows or run.row in rows) and (not seeds or run.seed in seeds)
         }
 
@@ -66,16 +68,16 @@ class Recorder:
             if kept.exists():
                 record = json.loads(kept.read_text())
                 check_settings(run, record)
-            elif is_finished(run.config, folder):
+            else:
                 margins = run.row in self._campaign.entries[run.entry].margins
                 try:
+                    if not is_finished(run.config, folder):
+                        continue
                     record = record_of(run, folder, commit=self._commit, margins=margins)
                 except Exception as error:  # one run's failure must not cost the others, which are still going
                     self.failures[name] = reason_of(error)
                     continue
                 disk.write(kept, line_of(record))
-            else:
-                continue
             append(record, self._given.out)
             del self.left[name]
             shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +104,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help="where the datasets are")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
-    parser.add_argument("--together", type=int, default=1, help="seeds of a method trained as one, if polyfed can")
+    parser.add_argument("--together", type=int, help="runs trained as one, as for `polyfed compare`")
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
     parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where the runs are")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
@@ -110,12 +112,6 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
     return parser.parse_args(arguments)
-
-
-def _stacking(number: int) -> dict[str, Any]:
-    if number > 1 and "together" not in inspect.signature(run_cells).parameters:
-        raise InputError(f"together is {number}, but this version of polyfed trains every run alone: use 1.")
-    return {"together": number} if number > 1 else {}
 
 
 def run(given: argparse.Namespace) -> int:
@@ -134,10 +130,10 @@ def run(given: argparse.Namespace) -> int:
     try:
         recorder.failures |= run_cells(
             [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
-            watcher=Deadline(given.minutes), **_stacking(given.together),
+            watcher=Deadline(given.minutes), together=given.together,
         )  # fmt: skip
-    except Interrupted:
-        print("time is over")
+    except Interrupted as stop:  # the deadline, or Ctrl-C
+        print(stop)
     recorder.sweep()
     for name, reason in recorder.failures.items():
         print(f"{name} failed: {reason}", file=sys.stderr)
