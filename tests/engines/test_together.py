@@ -490,6 +490,18 @@ def test_an_interruption_before_all_runs_have_begun_ends_those_that_wait(tmp_pat
     assert never == []
 
 
+def test_an_interruption_ends_the_work_in_progress(tmp_path: Path) -> None:
+    """A run is in the middle of long work and another waits: both end at once, and nobody waits for the work."""
+    (name, run), *_ = seeds("fedproto", 1).items()
+    works = {name: lambda: start(tmp_path / name, *run), "long": lambda: [time.sleep(0.01) for _ in range(3000)]}
+    threading.Timer(3, _thread.interrupt_main).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        together.Group().run(works)
+    assert time.monotonic() - begin < 8
+    assert not {thread.name for thread in threading.enumerate()} & works.keys()
+
+
 def test_a_watcher_hears_which_run_it_is_about() -> None:
     said: list[Any] = []
 
