@@ -1,4 +1,4 @@
-"""Which runs stand behind the comparison with the papers: the entries of campaign.yaml as experiments."""
+"""The runs behind the comparisons with the papers: the entries of campaign.yaml as experiments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polyfed.yaml_text import parse_yaml
 
 FOLDER = Path(__file__).parent
 UNTOLD = (FREE - {"rounds"}) | {"seed"}
-"""Settings that a record leaves out: they say where a run took place, or stand elsewhere in it."""
+"""Settings that a record leaves out: they say where a run took place, or are elsewhere in the record."""
 
 
 class _Strict(BaseModel):
@@ -31,13 +31,13 @@ class _Strict(BaseModel):
 
 
 class Beside(_Strict):
-    """A table of a paper whose numbers stand beside ours."""
+    """A table of a paper whose numbers are shown beside ours."""
 
     recipe: str
     setting: str | None = None
-    """The table's name of the setting; none: the entry's."""
+    """What the table calls the setting; None: as the entry does."""
     rows: dict[str, str] = {}
-    """What the table calls our rows, where it has other names."""
+    """What the table calls our rows, where its names differ."""
 
     @property
     def of(self) -> Recipe:
@@ -69,10 +69,10 @@ class Entry(_Strict):
     methods: list[str]
     """Methods, rows of the papers' recipes (dc-pfl-600), or groups."""
     lists: dict[str, dict[str, list[Any]]] = {}
-    """Options to try, by method: a row for each combination of their values."""
+    """Values of options to try, by method; each combination is a row."""
     beside: list[Beside] = []
     base: str = "standalone"
-    """The row that gains are over."""
+    """The row that gains are computed against."""
     seeds: list[int] = []
     changes: dict[str, Any] = {}
     """Settings that differ from the recipe's where the paper leaves them open."""
@@ -80,7 +80,7 @@ class Entry(_Strict):
     """Settings that make the runs smaller than the paper's."""
     scale: ScaleName = "paper"
     margins: list[str] = []
-    """Rows of which the margins of prototypes are recorded."""
+    """Rows for which the margins of prototypes are recorded."""
 
     @field_validator("beside", mode="before")
     @classmethod
@@ -98,11 +98,11 @@ class Entry(_Strict):
 
     @property
     def smaller(self) -> dict[str, Any]:
-        """How runs are smaller than the paper's."""
+        """All that makes the runs smaller than the paper's."""
         return {**self.reduced, **({} if self.scale == "paper" else {"scale": self.scale})}
 
     def variant(self, row: str) -> Variant:
-        """What a row stands for: as its recipe says, or else a table beside it, or else the paper of the method."""
+        """The method and options of a row: from its recipe, or else a table beside it, or else the method's paper."""
         own = [recipe for recipe in recipes() if row.startswith(recipe.name.partition("-table")[0])]
         papers = (recipe.paper for recipe in (self.of, *(each.of for each in self.beside), *own))
         return next((paper.methods[row] for paper in papers if row in paper.methods), Variant())
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def cell(self) -> Cell:
-        """The run as `polyfed compare` would have it; its name is that of its folder."""
+        """The run as one of `polyfed compare`; its folder has the cell's name."""
         return Cell(f"{self.entry}-{self.setting.replace('/', '-')}-{self.row}", self.seed, {}, self.config)
 
     @property
@@ -151,12 +151,12 @@ class Campaign(_Strict):
     effort: dict[str, float] = {}
     """About how many times as long as Standalone a method takes."""
     front: dict[Literal["methods", "entries"], list[str]] = {}
-    """What the table on the front page has."""
+    """The rows and columns of the table on the front page."""
     entries: dict[str, Entry]
 
     @cached_property
     def rows(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """By entry, its rows in the order of the tables, with the options that its lists add."""
+        """By entry, its rows in the order of the tables, each with the options that the entry's lists add."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name, entry in self.entries.items():
             found[name] = {row: {} for each in entry.methods for row in self.groups.get(each, [each])}
@@ -166,7 +166,10 @@ class Campaign(_Strict):
         return found
 
     def runs(self, names: Sequence[str] | None = None, **machine: Any) -> list[Run]:
-        """The runs of these entries or of all: groups in their order, the longest first in each, seeds together."""
+        """The runs of these entries, or of all: entry by entry, newer methods last, the longest runs first.
+
+        Seeds of the same run are next to each other.
+        """
         for name in names or ():
             if name not in self.entries:
                 raise unknown_name("entry", name, self.entries)

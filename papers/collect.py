@@ -1,10 +1,11 @@
-"""Adds records that came back from another machine to papers/results. The same command may be repeated.
+"""Adds new records to papers/results, from the folders that `papers.run --out` wrote. It may be repeated.
 
 python -m papers.collect FOLDER...
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +17,13 @@ from polyfed.records import disk
 
 
 def collect(folders: Sequence[Path], results: Path = RESULTS, campaign: Path = FOLDER / "campaign.yaml") -> int:
-    """Merge; returns how many records are new. Nothing is written if two records of a run contradict each other."""
+    """Add the records of these folders, and return how many are new.
+
+    Nothing is written if two records of the same run differ.
+    """
     for folder in folders:
         if not folder.is_dir():
-            raise InputError(f"there is no folder '{folder}': name the one that --out of the runs named.")
+            raise InputError(f"there is no folder '{folder}': name the one that papers.run wrote to (--out).")
     known, found = read_records([results]), read_records([results, *folders])
     check(found, read_campaign(campaign))
     records = sorted(found.values(), key=key_of)
@@ -30,8 +34,17 @@ def collect(folders: Sequence[Path], results: Path = RESULTS, campaign: Path = F
     return len(found) - len(known)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: one sentence and exit status 2 for wrong input."""
+    parser = argparse.ArgumentParser(prog="python -m papers.collect", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="what --out of papers.run named")
     try:
-        print(f"{collect([Path(name) for name in sys.argv[1:]])} new records")
+        print(f"{collect(parser.parse_args(arguments).folders)} new records")
     except PolyfedError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,6 +36,7 @@ ROUNDS = {
     "last-tenth": "mean over the last tenth of the rounds",
     "best": "best round on test samples",
 }
+LEFT = "Comparisons that are planned, with the number of runs that have not been made yet."
 NOT_COMPARED = (*(FREE - {"rounds"}), "method", "seed", "eval_every")
 
 
@@ -52,7 +53,7 @@ def comparisons_of(campaign: Campaign, results: Path) -> list[Comparison]:
 def page(comparisons: Sequence[Comparison], words: Path) -> str:
     """All of docs/results.md."""
     left = [[f"`{c.name}`", c.entry.title, str(len(c.runs) - len(c.found))] for c in comparisons if not c.complete]
-    todo = f"## Runs left\n\n{markdown(['entry', 'what', 'runs'], left, texts=2)}" if left else ""
+    todo = f"## Runs left\n\n{LEFT}\n\n{markdown(['entry', 'what', 'runs'], left, texts=2)}" if left else ""
     sections = [section(each, words) for each in comparisons if each.found]
     return _blocks([_words(words, "intro"), *sections, todo, _words(words, "earlier")]) + "\n"
 
@@ -70,7 +71,7 @@ def section(given: Comparison, words: Path) -> str:
 
 
 def status(given: Comparison) -> str:
-    """How far it is, and what the numbers are."""
+    """How many runs there are, and what the numbers mean."""
     done, planned, compare = len(given.found), len(given.runs), given.entry.of.compare
     state = f"All {planned} runs." if given.complete else f"**Not complete: {done} of {planned} runs.**"
     reduced = ", ".join(f"{name} {shown(value)}" for name, value in given.entry.smaller.items())
@@ -80,7 +81,7 @@ def status(given: Comparison) -> str:
 
 
 def differences(given: Comparison, setting: str) -> str:
-    """Where our settings are not those of a table beside them."""
+    """Which of our settings differ from those of the papers' tables beside ours."""
     sentences = []
     for each in given.entry.beside:
         same = [run for run in given.runs if run.setting == setting and each.named(run.row) in each.of.entry.methods]
@@ -103,7 +104,7 @@ def origin(given: Comparison) -> str:
 
 
 def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
-    """At most ten lines: gains, ours and the first published one, of entries that have all seeds of these methods."""
+    """At most ten lines: our gains and the first published ones, for entries with all seeds of these methods."""
     entries, methods, rows = campaign.front.get("entries", []), campaign.front.get("methods", []), []
     chosen = [
         each
@@ -123,7 +124,7 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
 
 
 def with_front(text: str, table: str) -> str:
-    """A page with the table between its two markers; as it is without them."""
+    """A page with the table between its two markers; a page without markers stays as it is."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table}\n{END}{after}" if begin and end else text

@@ -60,7 +60,7 @@ def _of(rows: pd.DataFrame, part: str) -> pd.DataFrame:
 
 
 def _accuracies(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """By average and choice of round; validation samples too, for choosing options."""
+    """Accuracies by average and choice of round; those on validation samples too, to choose options by."""
     curves = {average: _of(rows, "test")[["round", f"accuracy_{average}"]] for average in AVERAGES}
     curves["validation"] = _of(rows, "validation")[["round", "accuracy_mean"]]
     return {
@@ -74,12 +74,12 @@ def _accuracies(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
 
 
 def _wall(path: Path) -> float:
-    """From the first file to the last: with what `seconds` leaves out, evaluation and loading."""
+    """Seconds from the first file to the last, with evaluation and loading, which `seconds` leaves out."""
     return round((path / "summary.json").stat().st_mtime - (path / "config.yaml").stat().st_mtime, 1)
 
 
 def key_of(record: Record) -> Key:
-    """Which run it is of."""
+    """Which run a record is of."""
     return record["entry"], record["setting"], record["method"], record["seed"]
 
 
@@ -88,7 +88,7 @@ def line_of(record: Record) -> str:
 
 
 def append(record: Record, folder: Path) -> None:
-    """Add it to its entry's file; durable when this returns. A line that was cut off goes."""
+    """Add a record to the file of its entry, without a line that was cut off there. It is on disk when this returns."""
     path = folder / f"{record['entry']}.jsonl"
     before = disk.read(path) or b""
     if not before.endswith(b"\n") and before:
@@ -97,9 +97,9 @@ def append(record: Record, folder: Path) -> None:
 
 
 def read_records(folders: Iterable[Path]) -> dict[Key, Record]:
-    """All records in the files of folders; raises if two say different things of one run.
+    """All records in the files of these folders; raises if two records of the same run differ.
 
-    A last line without an end was cut off while it was written, and is left out.
+    A last line without a line break was cut off while it was written, and is left out.
     """
     found: dict[Key, Record] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*.jsonl"))):

@@ -2,8 +2,8 @@
 
     python -m papers.run cifar100-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
 
-What was recorded before is skipped. A run that the deadline stops has a checkpoint under --work, from which the same
-command continues if the folder is still there; otherwise the run is repeated.
+Runs that are recorded already are skipped. A run that the deadline stops leaves a checkpoint under --work; the same
+command continues from there, or starts the run again if that folder is gone.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from papers.records import RESULTS, append, check, check_settings, line_of, read
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
 from polyfed.errors import InputError, PolyfedError, unknown_name
-from polyfed.records import disk
+from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Interrupted, Watcher
 
 
 class Deadline(Watcher):
-    """Asks all runs to stop after their rounds when the time is over."""
+    """Asks all runs to stop after their current round when the time is up."""
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
@@ -38,7 +38,7 @@ class Deadline(Watcher):
 
 
 class Recorder:
-    """Turns finished run folders into records, and frees their place: a run's networks are hundreds of megabytes."""
+    """Turns finished run folders into records and removes the folders: a run's networks are hundreds of megabytes."""
 
     def __init__(self, campaign: Campaign, given: argparse.Namespace) -> None:
         self._campaign, self._given, self._commit = campaign, given, given.commit or commit()
@@ -62,7 +62,7 @@ class Recorder:
         }
 
     def sweep(self, names: Collection[str] | None = None) -> None:
-        """Record these runs, or all, where they are finished; what an earlier command recorded is handed out again."""
+        """Record these runs, or all, where they are finished; also in --out what an earlier command had recorded."""
         for name, run in [(name, run) for name, run in self.left.items() if names is None or name in names]:
             kept, folder = self._given.work / "records" / f"{name}.json", self._given.work / "runs" / name
             if kept.exists():
@@ -81,6 +81,19 @@ class Recorder:
             append(record, self._given.out)
             del self.left[name]
             shutil.rmtree(folder, ignore_errors=True)
+
+    def unfinished(self) -> list[str]:
+        """For each run that has begun and not ended, how many rounds are done and how long a round takes."""
+        lines = []
+        for name, run in self.left.items():
+            folder = self._given.work / "runs" / name
+            if name in self.failures or not (folder / "run.json").exists():
+                continue
+            rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
+            seconds = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
+            pace = f", {sum(seconds) / len(seconds):.3g} s a round" if seconds else ""
+            lines.append(f"{name}: {len(rounds)} of {run.config.rounds} rounds{pace}")
+        return lines
 
     def tell(self, line: str) -> None:
         print(line, flush=True)
@@ -102,20 +115,22 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", help="only these rows, separated by commas")
     parser.add_argument("--seeds", help="only these seeds, such as 2-3")
     parser.add_argument("--data-dir", type=Path, help="where the datasets are")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
-    parser.add_argument("--together", type=int, help="runs trained as one, as for `polyfed compare`")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run at the same time")
+    parser.add_argument(
+        "--together", type=int, help="runs whose clients train as one batch; polyfed's default if left out"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
-    parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where the runs are")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where unfinished runs are kept")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time; by default never")
     parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
-    parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml")
+    parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
     return parser.parse_args(arguments)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Do what the command line asks for; the exit status."""
+    """Do what the command line asks for; returns the exit status."""
     campaign = read_campaign(given.campaign)
     recorder = Recorder(campaign, given)
     if not given.names:
@@ -135,6 +150,8 @@ def run(given: argparse.Namespace) -> int:
     except Interrupted as stop:  # the deadline, or Ctrl-C
         print(stop)
     recorder.sweep()
+    for line in recorder.unfinished():
+        print(line)
     for name, reason in recorder.failures.items():
         print(f"{name} failed: {reason}", file=sys.stderr)
     print(f"{total - len(recorder.left)} of {total} runs recorded in '{given.out}'; {len(recorder.failures)} failed")

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md: ours over seeds, the published numbers beside them. All are Markdown."""
+"""The tables of docs/results.md in Markdown: our means over seeds, with the published numbers beside them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyfed.methods import METHODS
 
 @dataclass(frozen=True)
 class Comparison:
-    """An entry of the campaign with the records that there are."""
+    """An entry of the campaign, and the records there are of its runs."""
 
     name: str
     entry: Entry
@@ -46,7 +46,7 @@ class Comparison:
         return self.entry.variant(row.partition(" ")[0]).rule or next(iter(self.of(row)[0]["accuracy"]))
 
     def values(self, row: str, setting: str, average: str = "", when: str = "", rule: str = "") -> dict[int, float]:
-        """Percent by seed: as compared with the paper, or by another average, choice of round or rule."""
+        """Accuracy in percent by seed: as compared with the paper, or with another average, choice of round or rule."""
         compare, values = self.entry.of.compare, {}
         for record in self.of(row):
             if record["setting"] == setting:
@@ -55,12 +55,12 @@ class Comparison:
         return {seed: 100 * value for seed, value in values.items() if value is not None}
 
     def own_best(self, row: str, setting: str) -> dict[int, float]:
-        """The mean of clients' own best rounds, which runs have for the method's own rule alone."""
+        """By seed, the mean over clients of each one's best round; runs record it only for the method's own rule."""
         records = [r for r in self.of(row) if r["setting"] == setting and self.rule(row) == next(iter(r["accuracy"]))]
         return {record["seed"]: 100 * record["own_best"] for record in records}
 
     def gain(self, row: str, setting: str, rule: str = "") -> str:
-        """Over the base, paired by seed, with a 95 % interval from three seeds on."""
+        """The gain over the base, paired by seed, with a 95 % interval from three seeds on."""
         ours, base = self.values(row, setting, rule=rule), self.values(self.entry.base, setting)
         shared = sorted(ours.keys() & base.keys())
         if not shared or (row == self.entry.base and not rule):
@@ -105,7 +105,10 @@ def title_of(row: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """A table, nothing without rows; so many columns are text. Columns without any entry are left out."""
+    """A table, or nothing without rows. The first `texts` columns are text, the others numbers.
+
+    Columns without any entry are left out.
+    """
     kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
     lines = [head, [*["---"] * texts, *["---:"] * (len(head) - texts)], *rows] if rows else []
     return "\n".join(f"| {' | '.join(line[place] for place in kept)} |" for line in lines)
@@ -121,7 +124,7 @@ def printed(beside: Beside, row: str, setting: str, base: str) -> tuple[str, str
 
 
 def accuracies(given: Comparison, setting: str) -> str:
-    """Ours, other readings of the same runs, and what the papers print."""
+    """Our accuracies, other ways to read the same runs, and what the papers print."""
     entry, base = given.entry, title_of(given.entry.base)
     papers = [each for each in entry.beside if each.of.compare.what == "accuracy"]
     head = ["method", "seeds", "ours", f"minus {base}", "last round", "own best", "participants", "validation"]
@@ -140,7 +143,7 @@ def accuracies(given: Comparison, setting: str) -> str:
 
 
 def other_rules(given: Comparison, setting: str) -> str:
-    """The same runs by methods' other rules of prediction."""
+    """The accuracies of the same runs by the methods' other rules of prediction."""
     rows = [
         [f"{title_of(row)}, by {rule}", spread(given.values(row, setting, rule=rule)), given.gain(row, setting, rule)]
         for row in given.rows
@@ -166,7 +169,7 @@ def costs(given: Comparison) -> str:
 
 
 def sweep(given: Comparison) -> str:
-    """Several settings, a column for each; the number of seeds where some are missing."""
+    """An entry with several settings, a column for each; with the number of seeds where some are missing."""
     rows, points = [], given.entry.points
     for row in given.rows:
         ours = [(spread(given.values(row, point)), given.seeds(row, point)) for point in points]

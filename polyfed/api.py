@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +14,11 @@ import torch
 from polyfed import confusion
 from polyfed.addresses import PYTHON, trusting
 from polyfed.assemble import assemble, facts, named_data, settled
-from polyfed.compute import machine_name, out_of_memory
+from polyfed.compute import machine_name
 from polyfed.config import Experiment, experiment, named_by
 from polyfed.data import as_data, with_given, without_lists
 from polyfed.engines import EngineSettings, new_engine
-from polyfed.errors import DivergedError, InputError, LostError, RunError
+from polyfed.errors import InputError
 from polyfed.export.card import run_card
 from polyfed.export.rebuild import filled, last_server, with_last_knowledge
 from polyfed.methods.base import Method, Server
@@ -28,10 +27,17 @@ from polyfed.models import Models, SplitNetwork, resolve
 from polyfed.population import Population
 from polyfed.predictions import Prediction, as_input, prediction
 from polyfed.records import Restored, RunFolder
-from polyfed.records.claim import resume_command
 from polyfed.report.progress import watched
 from polyfed.report.summary import result_html
-from polyfed.resuming import changed_settings, check_trusted, differences, given_data, located
+from polyfed.resuming import (
+    changed_settings,
+    check_trusted,
+    enough_memory,
+    explained,
+    given_data,
+    located,
+    record_start,
+)
 from polyfed.server.federation import Federation, Watcher
 from polyfed.server.scores import percent
 from polyfed.trackers.fed import run_tracked
@@ -340,67 +346,3 @@ def _check_rounds(config: Experiment, saved: Restored | None) -> None:
             f"the run has already had {saved.round} rounds, more than {config.rounds}: give at least as many, or go "
             "back to an earlier checkpoint (--from)."
         )
-
-
-def record_start(
-    federation: Federation, machine: str, config_before: Experiment | None = None, planned: int | None = None
-) -> None:
-    """Record where the run starts or continues, and what is different from before."""
-    folder, start = federation.folder, federation.server.round
-    earlier = folder.starts()
-    folder.add_start(start, federation.engine.name, machine)
-    if earlier and earlier[-1]["machine"] != machine:
-        federation.note(f"until round {start} the run was on {earlier[-1]['machine']}; it continues on {machine}")
-    now = folder.starts()[-1]["polyfed"]
-    if earlier and earlier[-1]["polyfed"] != now:
-        federation.note(
-            f"until round {start} the run was made by polyfed {earlier[-1]['polyfed']}; it continues with {now}, whose "
-            "numbers may differ"
-        )
-    if config_before is not None:
-        for change in differences(config_before, federation.config):
-            federation.note(f"from round {start + 1} on, {change}")
-    if start and planned not in (None, federation.config.rounds) and federation.method.depends_on_rounds:
-        federation.note(
-            f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} from "
-            "the beginning would give other numbers"
-        )
-
-
-@contextmanager
-def enough_memory(what: str) -> Iterator[None]:
-    """Inside, running out of memory is an error in one sentence."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        raise RunError(
-            f"{what} does not fit into memory: choose smaller batches (--batch-size), smaller networks or less data, "
-            "or keep fewer clients' states in memory (--set memory_budget=4)."
-        ) from error
-
-
-@contextmanager
-def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
-    """Inside, an error that ends a run says how to continue it."""
-    command = resume_command(folder.path)
-    again = f"`{command}`"
-    try:
-        with enough_memory("the run"):
-            yield
-    except OSError as error:
-        raise RunError(
-            f"the run can't continue: {error.strerror or error}; when that is fixed, {again} continues from the last "
-            "checkpoint."
-        ) from error
-    except LostError as error:
-        raise LostError(f"{error}: {again} continues from the last checkpoint.") from error
-    except DivergedError as error:
-        rounds = folder.checkpoints.rounds()
-        if not rounds:
-            raise
-        raise DivergedError(
-            f"{error} To go back, use `{command} --from {rounds[0]} --set "
-            f"training.lr={config.training.lr / 10:g}`; there are checkpoints of rounds {', '.join(map(str, rounds))}."
-        ) from error

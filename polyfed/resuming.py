@@ -1,20 +1,28 @@
-"""Whether and how a run may continue: with which settings, with whose code, from which folder."""
+"""Whether and how a run may continue: with which settings, with whose code, from which folder.
+
+A run says when it continues, and what is different then; one that ends with an error says how to continue it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from polyfed.addresses import PYTHON, needs_trust
 from polyfed.assemble import named_data
+from polyfed.compute import out_of_memory
 from polyfed.config import Experiment, experiment, merged
 from polyfed.data import Dataset, as_data, parse_address, with_given
 from polyfed.devices import MIXES
-from polyfed.errors import InputError
+from polyfed.errors import DivergedError, InputError, LostError, RunError
+from polyfed.records import RunFolder
+from polyfed.records.claim import resume_command
 from polyfed.records.origin import fixed_settings, shown
 from polyfed.registry import ENGINES
+from polyfed.server.federation import Federation
 
 CHANGEABLE = ("training.", "method.")
 """Settings that may change during a run if the user says so; others would make it another federation."""
@@ -94,3 +102,67 @@ def given_data(config: Experiment, data: Any, partition: Any) -> Dataset | None:
     if partition is None:
         return data  # type: ignore[no-any-return]
     return with_given(data or named_data(config), partition, config.seed)
+
+
+def record_start(
+    federation: Federation, machine: str, config_before: Experiment | None = None, planned: int | None = None
+) -> None:
+    """Record where the run starts or continues, and what is different from before."""
+    folder, start = federation.folder, federation.server.round
+    earlier = folder.starts()
+    folder.add_start(start, federation.engine.name, machine)
+    if earlier and earlier[-1]["machine"] != machine:
+        federation.note(f"until round {start} the run was on {earlier[-1]['machine']}; it continues on {machine}")
+    now = folder.starts()[-1]["polyfed"]
+    if earlier and earlier[-1]["polyfed"] != now:
+        federation.note(
+            f"until round {start} the run was made by polyfed {earlier[-1]['polyfed']}; it continues with {now}, whose "
+            "numbers may differ"
+        )
+    if config_before is not None:
+        for change in differences(config_before, federation.config):
+            federation.note(f"from round {start + 1} on, {change}")
+    if start and planned not in (None, federation.config.rounds) and federation.method.depends_on_rounds:
+        federation.note(
+            f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} from "
+            "the beginning would give other numbers"
+        )
+
+
+@contextmanager
+def enough_memory(what: str) -> Iterator[None]:
+    """Inside, running out of memory is an error in one sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise RunError(
+            f"{what} does not fit into memory: choose smaller batches (--batch-size), smaller networks or less data, "
+            "or keep fewer clients' states in memory (--set memory_budget=4)."
+        ) from error
+
+
+@contextmanager
+def explained(folder: RunFolder, config: Experiment) -> Iterator[None]:
+    """Inside, an error that ends a run says how to continue it."""
+    command = resume_command(folder.path)
+    again = f"`{command}`"
+    try:
+        with enough_memory("the run"):
+            yield
+    except OSError as error:
+        raise RunError(
+            f"the run can't continue: {error.strerror or error}; when that is fixed, {again} continues from the last "
+            "checkpoint."
+        ) from error
+    except LostError as error:
+        raise LostError(f"{error}: {again} continues from the last checkpoint.") from error
+    except DivergedError as error:
+        rounds = folder.checkpoints.rounds()
+        if not rounds:
+            raise
+        raise DivergedError(
+            f"{error} To go back, use `{command} --from {rounds[0]} --set "
+            f"training.lr={config.training.lr / 10:g}`; there are checkpoints of rounds {', '.join(map(str, rounds))}."
+        ) from error

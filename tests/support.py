@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -117,6 +119,14 @@ def federation(
     clients = assemble(config, dataset, list(models))
     folder = RunFolder.create(tmp_path / "run", config)
     return Federation(config, clients.method, engine(clients), folder, devices=clients.devices)
+
+
+def run(folder: Path, engine: Any, method: Any, **settings: Any) -> tuple[pd.DataFrame, list[str], Any]:
+    """Rounds, notes and the federation of a finished run."""
+    made = federation(folder / engine.__name__, method, engine, **settings)
+    made.run()
+    notes = [event["note"] for event in made.folder.events() if event["event"] == "note"]
+    return made.folder.rounds().drop(columns="seconds"), notes, made
 
 
 def traffic(tmp_path: Any, method: str | dict[str, Any], classes: int, models: str = "cnn5") -> tuple[float, float]:

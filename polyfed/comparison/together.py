@@ -33,9 +33,9 @@ class Run(NamedTuple):
 def grouped(
     items: Sequence[Item], config_of: Callable[[Item], Experiment], together: int | None = None
 ) -> list[list[Item]]:
-    """The items in groups whose runs can train together, in the order of each group's first; many have only one run.
+    """The items in groups whose runs can train together, in the order of each group's first item.
 
-    `together` is how many at most; none: as many as make sense on a GPU, and one on a CPU.
+    `together` is the largest size of a group; None: as many as make sense on a GPU, and one on a CPU.
     """
     groups: dict[str, list[list[Item]]] = {}
     for number, item in enumerate(items):
@@ -68,7 +68,7 @@ def most_together(config: Experiment, together: int | None = None) -> int:
 
 
 def _kind(config: Experiment) -> str:
-    """What runs that may train together have in common: all but their seeds and numbers."""
+    """What runs that may train together have in common: everything except their seeds and numbers."""
     content = config.model_dump(mode="json", exclude={"seed"})
     content["training"] = {name: value for name, value in content["training"].items() if name not in RATES}
     options = find_method(str(config.method["name"])).Config(**config.options).model_dump()
@@ -88,7 +88,7 @@ def finish_together(
 
 
 class Named(Watcher):
-    """One run's place with a watcher that hears of several: what is said of a run begins with its name."""
+    """Passes what happens in one run on to a watcher of several runs; notes start with the run's name."""
 
     def __init__(self, outer: Watcher, name: str, *, leads: bool) -> None:
         self._outer, self._name, self._leads = outer, name, leads

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from polyfed.api import explained, record_start
 from polyfed.assemble import find_device
 from polyfed.compute import machine_name, set_precision
 from polyfed.deploy.checks import host_and_port
@@ -18,6 +17,7 @@ from polyfed.records import RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.remote import RemoteEngine
 from polyfed.remote.attendance import RECONNECTING
+from polyfed.resuming import explained, record_start
 from polyfed.server.federation import Federation, Watcher
 from polyfed.trackers.fed import run_tracked
 

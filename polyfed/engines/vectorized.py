@@ -6,7 +6,8 @@ replayed, cohorts of different architectures side by side. The numbers are those
 
 Batch norm looks at all samples of a batch; that of a cohort knows which of them are padding (stacked/norms.py). Where
 it can't know, each client is its own cohort. What can't be stacked or captured at all is trained by the plain loop:
-networks that draw from global generators, with unusual norms, or that `vmap` can't handle. Both are noted once.
+networks that draw from global generators, with unusual norms, or that `vmap` can't handle. stacked/trial.py finds out
+which; both are noted once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.compute import beside, free_gpu_memory, without_search
+from polyfed.compute import beside, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -29,6 +30,7 @@ from polyfed.engines.stacked.captured import CapturedStep, Stream
 from polyfed.engines.stacked.layers import trouble
 from polyfed.engines.stacked.plan import Plan, new_plan
 from polyfed.engines.stacked.round import CohortRound
+from polyfed.engines.stacked.trial import Trial
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase, Reply, Trained
@@ -40,8 +42,6 @@ Result = TypeVar("Result")
 LARGEST_COHORT = 256
 MOST_AHEAD = 5_000_000
 """Visits of samples that may be drawn ahead; with augmentation each needs some hundred bytes."""
-CHECKED = 8
-"""Samples with which dropout masks are checked: batch norm of fewer has gradients that are mostly rounding."""
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""
 
@@ -59,12 +59,10 @@ class VectorizedEngine(LocalEngine):
         self._streams: dict[str, Stream] = {}
         self._ahead: dict[tuple[int, ...], list[Plan]] = {}
         """By round and clients, batches that were drawn during the previous round."""
-        self._looped: dict[str, str] = {}
-        """By architecture, why the plain loop trains it."""
-        self._normed: dict[str, set[str]] = {}
-        """By architecture, the phases in which batch norm trains."""
-        self._single: set[str] = set()
-        """Architectures whose clients are cohorts of one, because their batch norm can't tell what is padding."""
+        # The store is looked up when it is needed: a subclass may have another one.
+        self._trial = Trial(
+            population, self._network, lambda client: self.store.get(client), self._width, self.notes.append
+        )
         self._limit = LARGEST_COHORT
         self._apart = True
         """Architectures have streams of their own."""
@@ -135,8 +133,12 @@ class VectorizedEngine(LocalEngine):
         for client in sorted(clients):
             if (self._reason_for_the_loop(client) is None) == stackable:
                 groups.setdefault(self._architecture(client), []).append(client)
-        most = {name: 1 if name in self._single else self._limit for name in groups}
+        most = {name: 1 if self._trial.of(group[0]).single else self._limit for name, group in groups.items()}
         return [g[i : i + most[name]] for name, g in groups.items() for i in range(0, len(g), most[name])]
+
+    def _reason_for_the_loop(self, client: int) -> str | None:
+        """Why the plain loop trains clients of this architecture, or None."""
+        return self._trial.of(client).reason
 
     def _architecture(self, client: int) -> str:
         return self.population.architectures[client].name
@@ -192,16 +194,17 @@ class VectorizedEngine(LocalEngine):
 
     def _plans(self, clients: list[int], round: int) -> list[Plan]:
         """Draw all batches of a cohort, phase by phase."""
-        name, size = self._architecture(clients[0]), self._size(clients)
-        plan = partial(new_plan, self.population, clients, self._width(clients[0]), size, round=round)
+        first, size = clients[0], self._size(clients)
+        normed = self._trial.of(first).normed
+        plan = partial(new_plan, self.population, clients, self._width(first), size, round=round)
         return [
-            plan(phase=phase, singles=phase.name not in self._normed[name], pads=not self._exact(name, size, phase))
+            plan(phase=phase, singles=phase.name not in normed, pads=not self._exact(first, size, phase))
             for phase in self.population.method.phases_in(round)
         ]
 
-    def _exact(self, name: str, size: int, phase: Phase) -> bool:
+    def _exact(self, client: int, size: int, phase: Phase) -> bool:
         """Whether nothing is padded in a phase: a single client has PyTorch's own batch norm."""
-        return size == 1 and phase.name in self._normed[name]
+        return size == 1 and phase.name in self._trial.of(client).normed
 
     def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
         """Whether everyone takes part, so the next round has the same cohorts, with few enough samples."""
@@ -332,7 +335,7 @@ class VectorizedEngine(LocalEngine):
         name = self._architecture(client)
         key = (name, len(next(iter(state.values()))), phase.name)
         if key not in self._steps:
-            exact = self._exact(name, key[1], phase)
+            exact = self._exact(client, key[1], phase)
             numbers = self.population.numbers([client] * key[1])
             step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact, numbers=numbers)
             most = phase.epochs * -(-self._longest[name] // self._width(client))
@@ -394,62 +397,3 @@ class VectorizedEngine(LocalEngine):
         gc.collect()  # a failed capture may have left cycles that hold on to its memory
         if self.population.device.type == "cuda":
             free_gpu_memory()
-
-    # What can't be stacked --------------------------------------------------------------------------------------------
-
-    def _reason_for_the_loop(self, client: int) -> str | None:
-        """Why the plain loop trains clients of this architecture, or None."""
-        name = self._architecture(client)
-        if name not in self._normed:
-            network = self._network(client)
-            self._normed[name] = stacked.normed_phases(network, self.population.method.phases())
-            reason = self._draws(name) or stacked.unstackable(network) or self._try(client)
-            if reason:
-                self._looped[name] = reason
-                self.notes.append(f"clients with {name} train one after another: {reason}")
-        return self._looped.get(name)
-
-    @without_search()
-    def _try(self, client: int) -> str | None:
-        """Train, predict and collect with two copies of the client; returns what goes wrong, if anything.
-
-        `vmap` is used even where clients train alone: it refuses what can't be captured, such as decisions about
-        values.
-        """
-        people, network, twice = self.population, self._network(client), [client, client]
-        name, width = self._architecture(client), self._width(client)
-        alone = name in self._single
-        few = min(2, width) if self._normed[name] else width  # two large networks may not fit into memory
-        state = {name: torch.stack([tensor, tensor]) for name, tensor in self.store.get(client).items()}
-        numbers = people.numbers(twice)
-        try:
-            for phase in people.method.phases():
-                plan = new_plan(people, twice, few, 2, phase, 0)
-                if plan.active:
-                    step = stacked.PhaseStep(people, network, phase, state, exact=alone, numbers=numbers)
-                    step.bf16 &= not alone  # `vmap` has no batch norm in bfloat16
-                    inputs = plan.on(people.device).at(0)
-                    step.prepare(inputs)
-                    if step.masks.calls and not alone:
-                        several = new_plan(people, twice, min(CHECKED, width), 2, phase, 0)
-                        step.check_masks(several.on(people.device).at(0))
-                    step(inputs | step.masks.draw((), (), few))
-            network.eval()
-            state |= numbers
-            with torch.no_grad():
-                stacked.own_rules(people, twice, network, state)
-                stacked.collect(people, twice, network, state)
-                stacked.remarks(people, twice, network, state)
-                stacked.probe(people, twice, network, state, 0)
-        except torch.OutOfMemoryError:
-            raise
-        except stacked.OtherRows as error:
-            self._single.add(name)
-            self.notes.append(f"clients with {name} train one after another because of batch norm: {error}")
-            return self._try(client)
-        except Exception as error:  # the plain loop may succeed, and says what is wrong if not
-            return " ".join(str(error).split())[:200]
-        return None
-
-    def _draws(self, name: str) -> str | None:
-        return "it draws from a global generator, which is seeded for each" if name in self.population.draws else None

@@ -1,4 +1,4 @@
-"""Steps of training on a GPU as graphs, because launching small kernels takes longer than running them."""
+"""A server's training steps on a GPU, captured as graphs: launching small kernels takes longer than running them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from polyfed.compute import capturing
 
 Step = Callable[[Tensor, Tensor], None]
-"""A step on the vectors in these rows; their losses go into the second tensor."""
+"""A step on the vectors in these rows (the first tensor); writes their losses into the second tensor."""
 MOST_STEPS = 25
-"""Steps in a graph: enough that replaying it costs next to nothing, and few enough to be captured quickly."""
+"""Steps in a graph: enough that replaying costs almost nothing, and few enough to be captured quickly."""
 _PLAIN_STEPS = 3
-"""Steps without a graph before a capture, which needs them: they compile, choose and allocate."""
+"""Steps without a graph that a capture needs before it: they compile kernels, choose algorithms, allocate memory."""
 _WORTH = 3
 """From this many replays, capturing costs less than it saves."""
 
@@ -26,7 +26,7 @@ def in_batches(step: Step, rows: Tensor, losses: Tensor, size: int) -> None:
 
 
 class Replayed:
-    """Epochs of steps. A graph holds some full batches; what an epoch has left, a short batch too, has its own."""
+    """Epochs of steps. One graph holds several full batches; the rest of an epoch, with a short batch, has its own."""
 
     def __init__(self, step: Step, *, samples: int, size: int, epochs: int, notes: list[str]) -> None:
         full, steps = samples // size, epochs * -(-samples // size)
@@ -48,9 +48,10 @@ class Replayed:
 
 
 class _Span:
-    """Some steps with always as many vectors: without a graph at first, then captured and replayed.
+    """Some steps, always with the same number of vectors: without a graph at first, then captured and replayed.
 
-    Rows and losses are copied to and from a place of their own, from which a graph reads and to which it writes.
+    Rows are copied into a buffer that the graph reads, and losses out of one that it writes, because a graph always
+    uses the same memory.
     """
 
     def __init__(self, step: Step, size: int, uses: int, notes: list[str]) -> None:
@@ -81,7 +82,7 @@ class _Span:
         in_batches(self._step, self._rows, self._losses, self._size)
 
     def _plain(self) -> None:
-        """On a stream of their own, as PyTorch requires of steps before a capture."""
+        """Make the steps on a separate stream, as PyTorch requires before a capture."""
         self._side = side = self._side or torch.cuda.Stream()  # one for all: cuBLAS keeps memory for each that it sees
         current = torch.cuda.current_stream()
         side.wait_stream(current)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Pruner(Watcher):
     """Passes everything on, and stops a run that is worse than the median of its method's earlier trials.
 
-    `first` is the trial's first run: where that is stopped, so is this one.
+    `first` watches the trial's first run: if that one is pruned, so is this.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Pruner(Watcher):
         return self.pruned or self._outer.stop_requested
 
     def call(self, name: str, *, leads: bool) -> None:
-        """Let what is passed on begin with the run's name, because others run at the same time."""
+        """Give the run a name in what is passed on, because others run at the same time."""
         self._outer = Named(self._outer, name, leads=leads)
 
     def on_start(self, config: Any, first_round: int) -> None:
@@ -79,7 +79,7 @@ class Attempt:
     watchers: Mapping[int, Pruner]
     """By seed."""
     outcomes: dict[int, BaseException | None] = field(default_factory=dict)
-    """By seed, what went wrong with runs that have already been done, together with others."""
+    """By seed, the errors, or None, of runs that were already done together with others."""
 
     def runs(self, seeds: Sequence[int]) -> list[tuple[Attempt, Experiment]]:
         """The attempt with the settings of each of its runs."""

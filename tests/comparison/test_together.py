@@ -17,7 +17,7 @@ import pytest
 from polyfed.comparison.compare import compare
 from polyfed.comparison.plan import Cell, plan
 from polyfed.comparison.runner import run_cells
-from polyfed.comparison.together import grouped
+from polyfed.comparison.together import Named, grouped
 from polyfed.engines.together.joint import JointEngine
 from polyfed.errors import InputError
 from polyfed.records import RunFolder
@@ -190,3 +190,26 @@ def test_a_pruned_trial_takes_its_other_seeds_with_it(tmp_path: Path) -> None:
         tune(["standalone"], out=tmp_path / way, together=together, **asked)
         tables.append(pd.read_csv(tmp_path / way / "trials.csv").drop(columns="seconds"))
     pd.testing.assert_frame_equal(tables[1], tables[0], check_exact=False, rtol=1e-3, atol=1e-3)
+
+
+def test_a_watcher_hears_which_run_it_is_about() -> None:
+    said: list[Any] = []
+
+    class Outer(Watcher):
+        def on_note(self, note: str) -> None:
+            said.append(note)
+
+        def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
+            said.append((round, row))
+
+        def on_client(self, round: int, client: int) -> None:
+            said.append(client)
+
+    one, two = Named(Outer(), "one", leads=True), Named(Outer(), "two", leads=False)
+    for watcher in (one, two):
+        watcher.on_client(1, 5)
+        watcher.on_round(1, {"loss_mean": 2.0})
+        watcher.on_note("slow")
+    assert said == [
+        5, (1, {"loss_mean": 2.0, "run": "one"}), "one: slow", (1, {"loss_mean": 2.0, "run": "two"}), "two: slow"
+    ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from polyfed.data import Dataset, save_npz
 from tests import support
 
 NAMES = ("amber", "birch", "cedar")
+HOSTS = ("fl.example.org", "10.0.0.5", "::1")
+"""The server's own names, in its certificate."""
 OWN_NETWORK = """
 from torch import nn
 
@@ -86,3 +89,29 @@ def write_member(folder: Path, name: str, *, classes: tuple[int, ...] = (0, 1), 
     path = folder / "site.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
     return path
+
+
+def handshake(authority: Path, folder: Path, host: str) -> None:
+    """A TLS handshake in memory; raises what the client or the server says against it."""
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(folder / "server.crt", folder / "server.key")
+    visiting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    visiting.verify_flags |= ssl.VERIFY_X509_STRICT  # the default of newer versions of Python
+    visiting.load_verify_locations(authority)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = visiting.wrap_bio(down, up, server_hostname=host)
+    server = serving.wrap_bio(up, down, server_side=True)
+    waiting = [client, server]
+    for side in [client, server] * 4:
+        if side in waiting:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            waiting.remove(side)
+    assert not waiting
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

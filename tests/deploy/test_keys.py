@@ -1,18 +1,15 @@
-"""Keys and certificates: who can read them, that nothing is overwritten, and whom TLS and Flower then believe."""
+"""Keys: who can read them, that nothing is overwritten, in which form they are read, and whom Flower believes."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
-import ssl
 import stat
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +17,20 @@ import pytest
 
 from polyfed.errors import InputError
 from polyfed.records import disk
+from tests.deploy.files import HOSTS, contents, handshake
 from tests.shell import Shell, is_one_sentence
 
 pytest.importorskip("cryptography", reason="part of the extra polyfed[flower]")
 
-from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import ssh
 
-from polyfed.deploy import certificates, keys
-
-HOSTS = ("fl.example.org", "10.0.0.5", "::1")
+from polyfed.deploy import keys
 
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def handshake(authority: Path, folder: Path, host: str) -> None:
-    """A TLS handshake in memory; raises what the client or the server says against it."""
-    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(folder / "server.crt", folder / "server.key")
-    visiting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    visiting.verify_flags |= ssl.VERIFY_X509_STRICT  # the default of newer versions of Python
-    visiting.load_verify_locations(authority)
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = visiting.wrap_bio(down, up, server_hostname=host)
-    server = serving.wrap_bio(up, down, server_side=True)
-    waiting = [client, server]
-    for side in [client, server] * 4:
-        if side in waiting:
-            try:
-                side.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-            waiting.remove(side)
-    assert not waiting
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Path:
-    keys.make_server_keys(tmp_path / "keys", HOSTS)
-    return tmp_path / "keys"
 
 
 def test_private_files_are_for_their_owner_only(tmp_path: Path) -> None:
@@ -224,90 +188,6 @@ def test_a_file_system_that_ignores_permissions_gets_no_private_key(
     assert not (tmp_path / "keys").exists()
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_site_with_the_authority_believes_the_server(made: Path, host: str) -> None:
-    handshake(made / "ca.crt", made, host)
-
-
-@pytest.mark.parametrize("host", ["example.org", "other.fl.example.org", "10.0.0.6", "localhost"])
-def test_a_server_of_another_name_is_refused(made: Path, host: str) -> None:
-    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
-        handshake(made / "ca.crt", made, host)
-
-
-def test_a_server_of_another_authority_is_refused(made: Path, tmp_path: Path) -> None:
-    keys.make_server_keys(tmp_path / "others", HOSTS)
-    with pytest.raises(ssl.SSLCertVerificationError, match="issuer certificate"):
-        handshake(tmp_path / "others" / "ca.crt", made, "fl.example.org")
-
-
-def test_an_expired_certificate_is_refused_until_it_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(days=366))
-        keys.make_server_keys(tmp_path, HOSTS)
-    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-        handshake(tmp_path / "ca.crt", tmp_path, "10.0.0.5")
-    with pytest.raises(InputError, match=r"server.crt' expired on \d{4}-\d\d-\d\d: it must be renewed"):
-        keys.check_certificate(tmp_path / "server.crt")
-    before = contents(tmp_path)
-    renewed = keys.renew_server_certificate(tmp_path)
-    assert renewed.names == HOSTS
-    assert 364 <= (renewed.expires - datetime.now(UTC)).days <= 365
-    after = contents(tmp_path)
-    assert after.pop("server.crt.old") == before["server.crt"]
-    assert {name for name in after if after[name] != before[name]} == {"server.crt"}
-    handshake(tmp_path / "ca.crt", tmp_path, "10.0.0.5")
-
-
-def test_a_server_certificate_signs_no_other(made: Path) -> None:
-    """The path length of the authority and CA:FALSE of the server: who has server.key can make no new servers."""
-    key = keys.read_private_key(made / "server.key")
-    server = (made / "server.crt").read_bytes()
-    new = certificates.new_key()
-    forged = certificates.new_server_certificate(server, key, new.public_key(), HOSTS, 10)
-    (made / "server.crt").write_bytes(forged + server)
-    (made / "server.key").write_bytes(certificates.pem(new))
-    with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(made / "ca.crt", made, "fl.example.org")
-
-
-def test_the_authority_may_sign_servers_and_no_authorities(made: Path) -> None:
-    authority = x509.load_pem_x509_certificate((made / "ca.crt").read_bytes())
-    constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints)
-    assert constraints.critical and constraints.value == x509.BasicConstraints(ca=True, path_length=0)
-    assert (authority.not_valid_after_utc - datetime.now(UTC)).days in (3649, 3650)
-    server = x509.load_pem_x509_certificate((made / "server.crt").read_bytes())
-    assert not server.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    usage = server.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    assert list(usage) == [x509.ExtendedKeyUsageOID.SERVER_AUTH]
-
-
-def test_a_second_server_certificate_comes_from_the_same_authority(made: Path) -> None:
-    for name in ("server.key", "server.crt"):
-        (made / name).rename(made / f"first.{name}")
-    authority = (made / "ca.crt").read_bytes()
-    keys.make_server_keys(made, ["second.example.org"], days=3)
-    assert (made / "ca.crt").read_bytes() == authority
-    handshake(made / "ca.crt", made, "second.example.org")
-
-
-@pytest.mark.parametrize("days", [0, -1, 3650, 10**9])
-def test_a_server_certificate_ends_before_its_authority(tmp_path: Path, days: int) -> None:
-    with pytest.raises(InputError, match=rf"--days is {days}, but must be a whole number from 1 to 3649"):
-        keys.make_server_keys(tmp_path / "keys", HOSTS, days)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["", "fl.example.org:9443", "https://fl.example.org", "*.example.org", "a b", "10.0.0.300", "ü.de", "-a"],
-)
-def test_a_host_that_is_none_is_refused(tmp_path: Path, host: str) -> None:
-    with pytest.raises(InputError, match=r"--host is '.*', but must be a host name such as"):
-        keys.make_server_keys(tmp_path / "keys", ["good.example.org", host])
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", ["", "../amber", "a/b", ".hidden", "server", "ca", "a b", "a\n", "x" * 65])
 def test_a_name_that_is_no_file_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="--site is "):
@@ -407,41 +287,6 @@ def test_every_cut_of_a_public_key_is_refused(tmp_path: Path) -> None:
             keys.read_public_key(line[:length])
 
 
-def test_a_certificate_says_until_when_and_for_whom(made: Path) -> None:
-    found = keys.check_certificate(made / "server.crt")
-    assert found.names == HOSTS
-    der = x509.load_pem_x509_certificate((made / "server.crt").read_bytes()).public_bytes(serialization.Encoding.DER)
-    assert found.fingerprint.replace(":", "").lower() == hashlib.sha256(der).hexdigest()
-    assert keys.check_certificate(made / "ca.crt").names == ()
-
-
-def test_a_certificate_of_tomorrow_and_no_certificate_are_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"server.key' holds no certificate in PEM form"):
-        keys.check_certificate(made / "server.key")
-    now = certificates._now()
-    monkeypatch.setattr(certificates, "_now", lambda: now - timedelta(minutes=50))  # clocks differ a little
-    keys.check_certificate(made / "server.crt")
-    monkeypatch.setattr(certificates, "_now", lambda: now - timedelta(days=1))
-    with pytest.raises(InputError, match=r"is valid from .* UTC: check the clock"):
-        keys.check_certificate(made / "server.crt")
-
-
-def test_a_certificate_needs_its_own_key(made: Path, tmp_path: Path) -> None:
-    assert keys.check_pair(made / "server.crt", made / "server.key").names == HOSTS
-    with pytest.raises(InputError, match=r"ca.key' does not belong to the certificate in '.*server.crt'"):
-        keys.check_pair(made / "server.crt", made / "ca.key")
-    (made / "server.key").chmod(0o644)
-    with pytest.raises(InputError, match="has permissions 644"):
-        keys.check_pair(made / "server.crt", made / "server.key")
-
-
-def test_a_server_certificate_is_no_authority(made: Path) -> None:
-    for half in ("key", "crt"):
-        (made / f"server.{half}").replace(made / f"ca.{half}")
-    with pytest.raises(InputError, match="is not an authority's"):
-        keys.make_server_keys(made, HOSTS)
-
-
 def test_flower_reads_a_sites_keys_and_believes_its_signature(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="part of the extra polyfed[flower]")
     from flwr.cli.supernode.register import try_load_public_key
@@ -498,8 +343,8 @@ def test_the_command_refuses_in_one_sentence(shell: Shell, arguments: tuple[str,
 
 
 def test_without_cryptography_the_extra_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "polyfed.deploy.certificates")
-    monkeypatch.delattr("polyfed.deploy.certificates")
+    monkeypatch.delitem(sys.modules, "polyfed.deploy.certificates", raising=False)
+    monkeypatch.delattr("polyfed.deploy.certificates", raising=False)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     ended = shell("server", "keys", "keys", "--site", "amber")
     assert ended.status == 2 and is_one_sentence(ended.error)

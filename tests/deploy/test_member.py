@@ -22,7 +22,7 @@ from polyfed.remote import InMemoryTransport, RemoteEngine
 from polyfed.server.federation import Federation
 from tests import support
 from tests.deploy.files import OWN_NETWORK, write_member, write_terms
-from tests.remote.test_remote import same_rows
+from tests.remote.support import same_rows
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "amber": {"classes": (0, 1), "network": "tests.support:Wide"},

@@ -20,6 +20,7 @@ from polyfed.message import Message
 from polyfed.methods.base import Reply
 from polyfed.population import Population
 from tests import support
+from tests.support import run
 
 HERE = "tests.engines.test_batch_norm"
 
@@ -55,14 +56,6 @@ class NormedProxy(nn.Sequential):
 
     def __init__(self, channels: int) -> None:
         super().__init__(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels))
-
-
-def run(tmp_path: Path, engine: Any, method: Any, **settings: Any) -> tuple[pd.DataFrame, list[str], Any]:
-    """Rounds, notes and the federation of a finished run."""
-    federation = support.federation(tmp_path / engine.__name__, method, engine, **settings)
-    federation.run()
-    notes = [event["note"] for event in federation.folder.events() if event["event"] == "note"]
-    return federation.folder.rounds().drop(columns="seconds"), notes, federation
 
 
 def assert_agree(tmp_path: Path, method: Any, **settings: Any) -> list[str]:

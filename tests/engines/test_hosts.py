@@ -10,7 +10,7 @@ import torch
 
 import polyfed
 from polyfed.engines import SequentialEngine, VectorizedEngine
-from polyfed.engines.hosts import Host, HostTraits, Packer, unpacked_message
+from polyfed.engines.hosts import Host, HostTraits, Packer, unpacked, unpacked_message
 from polyfed.errors import InputError
 from polyfed.message import Message
 from tests import support
@@ -81,3 +81,24 @@ def compare(tmp_path: Path, device: str, settings: dict[str, Any]) -> None:
     for client in range(values["clients"]):
         for name, tensor in runs[0].folder.model_state(client).items():
             torch.testing.assert_close(runs[1].folder.model_state(client)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_packed_comes_out_the_same() -> None:
+    state = {
+        "float": torch.rand(3, 2).t(),
+        "half": torch.rand(4).bfloat16(),
+        "truth": torch.tensor([True, False]),
+        "number": torch.tensor(7),
+        "nothing": torch.zeros(0, 3),
+    }
+    found = unpacked(Packer().tensors(state))
+    assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
+    sparse = torch.eye(2).to_sparse()
+    assert unpacked(Packer().tensors({"sparse": sparse}))["sparse"] is sparse
+
+
+def test_what_many_receive_travels_once() -> None:
+    packer, head = Packer(), torch.rand(10)
+    sent = [packer.message(Message({"head": head})) for _ in range(5)]
+    assert packer.bytes == 40
+    assert len({id(message.tensors["head"]) for message in sent}) == 1

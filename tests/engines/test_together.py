@@ -19,7 +19,6 @@ from torch import Tensor
 
 from polyfed import api
 from polyfed.assemble import data_kept
-from polyfed.comparison.together import Named
 from polyfed.engines import together
 from polyfed.engines.together import joint
 from polyfed.engines.together.fit import misfit, same
@@ -500,26 +499,3 @@ def test_an_interruption_ends_the_work_in_progress(tmp_path: Path) -> None:
         together.Group().run(works)
     assert time.monotonic() - begin < 8
     assert not {thread.name for thread in threading.enumerate()} & works.keys()
-
-
-def test_a_watcher_hears_which_run_it_is_about() -> None:
-    said: list[Any] = []
-
-    class Outer(Watcher):
-        def on_note(self, note: str) -> None:
-            said.append(note)
-
-        def on_round(self, round: int, row: Mapping[str, Any] | None) -> None:
-            said.append((round, row))
-
-        def on_client(self, round: int, client: int) -> None:
-            said.append(client)
-
-    one, two = Named(Outer(), "one", leads=True), Named(Outer(), "two", leads=False)
-    for watcher in (one, two):
-        watcher.on_client(1, 5)
-        watcher.on_round(1, {"loss_mean": 2.0})
-        watcher.on_note("slow")
-    assert said == [
-        5, (1, {"loss_mean": 2.0, "run": "one"}), "one: slow", (1, {"loss_mean": 2.0, "run": "two"}), "two: slow"
-    ]  # fmt: skip

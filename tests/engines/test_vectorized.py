@@ -26,20 +26,13 @@ from polyfed.methods.base import Method, Phase
 from polyfed.methods.parts.tools import cross_entropy
 from tests import support
 from tests.methods import parity
-
-
-def run(tmp_path: Path, engine: Any, method: Any, **settings: Any) -> tuple[pd.DataFrame, list[dict[str, Any]], Any]:
-    """Rounds, notes and the federation of a finished run."""
-    federation = support.federation(tmp_path / engine.__name__, method, engine, **settings)
-    federation.run()
-    notes = [event for event in federation.folder.events() if event["event"] == "note"]
-    return federation.folder.rounds().drop(columns="seconds"), notes, federation
+from tests.support import run
 
 
 def assert_agree(tmp_path: Path, method: Any, **settings: Any) -> None:
     expected, _, plain = run(tmp_path, SequentialEngine, method, **settings)
     actual, notes, stacked = run(tmp_path, VectorizedEngine, method, **settings)
-    assert not [note for note in notes if "one after another" in note["note"]]  # nothing fell back to the loop
+    assert not [note for note in notes if "one after another" in note]  # nothing fell back to the loop
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     for client in range(plain.config.clients):
         for name, tensor in plain.engine.get_state(client).items():
@@ -92,43 +85,6 @@ def test_bf16_is_coarser_but_the_same_on_both_engines(tmp_path: Path) -> None:
 
 def test_a_scalar_parameter_is_clipped_like_any_other(tmp_path: Path) -> None:
     assert_agree(tmp_path, "fedapen", lr=0.01, rounds=3, training={"clip": 0.1, "momentum": 0.9})
-
-
-class Branching(support.Wide):
-    """Its forward decides on the data, which can't be stacked."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if bool(x.sum() > -1e9) else super().forward(-x)
-
-
-def test_a_network_that_vmap_does_not_take_goes_through_the_loop(tmp_path: Path) -> None:
-    expected, _, _ = run(tmp_path, SequentialEngine, "standalone", models=(Branching,))
-    actual, notes, _ = run(tmp_path, VectorizedEngine, "standalone", models=(Branching,))
-    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
-    assert sum("Branching train one after another" in note["note"] for note in notes) == 1
-
-
-class TrainsDoubled(support.Wide):
-    """Behaves differently in training, as dropout of one's own would."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (2 if self.training else 1)
-
-
-class LooksWhenEvaluated(support.Wide):
-    """Its forward decides on the data, but only in evaluation."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training and float(x.sum()) < -1e9:
-            return super().forward(-x)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("network", [TrainsDoubled, LooksWhenEvaluated])
-def test_awkward_networks_give_the_plain_loop_s_numbers(tmp_path: Path, network: type[torch.nn.Module]) -> None:
-    expected, _, _ = run(tmp_path, SequentialEngine, "fedproto", models=(network,), rounds=3)
-    actual, _, _ = run(tmp_path, VectorizedEngine, "fedproto", models=(network,), rounds=3)
-    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
 
 
 class PartlyUnused(support.Wide):
@@ -228,7 +184,7 @@ def test_architectures_that_do_not_fit_side_by_side_train_one_after_another(
     monkeypatch.setattr(VectorizedEngine, "_begin", no_second)
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes")
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
-    assert [note["note"] for note in notes if "side by side" in note["note"]] == [
+    assert [note for note in notes if "side by side" in note] == [
         "not all architectures fit into memory side by side; from now on they train one after another"
     ]
 
@@ -245,7 +201,7 @@ def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkey
     monkeypatch.setattr(VectorizedEngine, "_train_phase", too_large)
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes", models=(support.Wide,))
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
-    assert [note["note"] for note in notes if "did not fit" in note["note"]] == [
+    assert [note for note in notes if "did not fit" in note] == [
         "4 clients at once did not fit into memory; from now on at most 2 train together"
     ]
 
@@ -299,31 +255,6 @@ def test_plan_pads_with_rows_that_are_no_samples() -> None:
         visited = rows[:, column].flatten()
         assert sorted(visited[visited >= 0].tolist()) == sorted(clients.data[client].train.tolist())
     assert (rows[:, 2] == -1).all()
-
-
-class Replacing(support.Wide):
-    """Puts a new tensor where a buffer was."""
-
-    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
-        super().__init__(input_shape, classes)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen = 0.9 * self.seen + 1
-        return super().forward(x)
-
-
-def test_a_network_that_replaces_a_buffer_goes_through_the_loop(tmp_path: Path) -> None:
-    expected, _, plain = run(tmp_path, SequentialEngine, "standalone", models=(Replacing,))
-    actual, notes, looped = run(tmp_path, VectorizedEngine, "standalone", models=(Replacing,))
-    pd.testing.assert_frame_equal(actual, expected)
-    assert sum("one after another: it replaces a buffer" in note["note"] for note in notes) == 1
-    states = [federation.engine.get_state(0) for federation in (plain, looped)]
-    (name,) = (name for name in states[0] if name.endswith("seen"))
-    steps = expected["round"].max() * -(-len(plain.engine.population.data[0].train) // plain.config.training.batch_size)
-    for state in states:
-        assert float(state[name]) == pytest.approx(10 * (1 - 0.9**steps))  # of all rounds, not only the last
 
 
 def test_samples_that_do_not_fit_at_once_are_evaluated_in_smaller_steps(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,6 @@ from polyfed.message import Message
 from polyfed.remote.transport import Kind, Packet, Patience
 from tests.flower import support
 from tests.flower.support import echo, wait_for
-
-
-@pytest.fixture
-def people(tmp_path: Path) -> Iterator[support.Federation]:
-    with support.federation(tmp_path / "keys") as found:
-        yield found
 
 
 def ask(people: support.Federation, *names: str, kind: Kind = "train", patience: Patience | None = None, **facts: Any):

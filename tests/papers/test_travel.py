@@ -1,12 +1,14 @@
 """Runs on digits travel from the command to the page: run, record, collect, render."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from papers import collect as collecting
 from papers import run as running
 from papers.campaign import FOLDER, Run, read_campaign
 from papers.collect import collect
@@ -131,6 +133,23 @@ def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureF
     assert "stopped with 0 of 6 runs done; the same command continues" in out and "0 of 6 runs recorded" in out
 
 
+def test_runs_that_the_deadline_stops_say_how_far_they_are(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The deadline is over after the first of three rounds."""
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
+    monkeypatch.setattr(running.Deadline, "stop_requested", False)
+    monkeypatch.setattr(
+        running.Deadline,
+        "on_round",
+        lambda deadline, *round: monkeypatch.setattr(type(deadline), "stop_requested", True),
+    )
+    assert command(papers, "--methods", "standalone") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"standalone.*seed0: 1 of 3 rounds, [\d.e-]+ s a round", said), said
+    assert "0 of 3 runs recorded" in said
+
+
 def test_only_what_is_asked_for_is_run(papers: Path) -> None:
     assert command(papers, "--methods", "fedproto", "--seeds", "1") == 0
     assert [(each["method"], each["seed"]) for each in lines(papers / "new")] == [("fedproto", 1)]
@@ -156,15 +175,15 @@ def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[s
     assert "fedproto" in capsys.readouterr().err
 
 
-def test_how_many_runs_train_together_is_passed_on(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is one, on a GPU too; polyfed chooses only where nothing is said."""
+def test_runs_train_together_as_asked(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 is an answer too: without it, polyfed decides, and a GPU trains many runs together."""
     asked = []
 
-    def runs(cells: Sequence[Cell], folder: Path, *, together: int | None, **rest: Any) -> dict[str, str]:
+    def cells_run(cells: Sequence[Cell], folder: Path, *, together: int | None, **rest: Any) -> dict[str, str]:
         asked.append(together)
         return {}
 
-    monkeypatch.setattr(running, "run_cells", runs)
+    monkeypatch.setattr(running, "run_cells", cells_run)
     for more in ((), ("--together", "1"), ("--together", "3")):
         assert command(papers, *more) == 0
     assert asked == [None, 1, 3]
@@ -192,6 +211,18 @@ def test_a_line_that_was_cut_off_spoils_no_other(papers: Path) -> None:
         file.write('{"entry":"tiny","sett')
     append(record(runs[1], 0.6), papers)
     assert list(read_records([papers])) == [runs[0].key, runs[1].key]
+
+
+def test_together_needs_the_vectorized_engine(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(papers, "--together", "3") == 2
+    assert "only the vectorized engine" in capsys.readouterr().err
+
+
+def test_collecting_is_refused_without_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert collecting.main([str(tmp_path / "nothing")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        collecting.main([])
 
 
 def test_contradictions_are_refused(papers: Path) -> None:

@@ -1,6 +1,5 @@
 """Members that come late, go, come back or do not fit. Time is simulated, nobody sleeps."""
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,82 +7,12 @@ import pytest
 import torch
 
 from polyfed.errors import InputError, RunError
-from polyfed.message import Message
 from polyfed.records import RunFolder
-from polyfed.remote import Agreement, InMemoryTransport, Packet, RemoteEngine, Site
+from polyfed.remote import Agreement, Packet, Site
 from polyfed.remote.agreement import first_difference
-from polyfed.remote.transport import LARGEST_FACTS, Kind
-from polyfed.server.federation import Federation, Interrupted, Watcher
-from tests.remote.test_remote import NAMES, agreement, ask, new_sites, setting
-
-Answer = Callable[[Kind, Packet], Packet]
-
-
-class Seen(Watcher):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.members: list[tuple[str, str]] = []
-
-    def on_note(self, note: str) -> None:
-        self.notes.append(note)
-
-    def on_members(self, present: Mapping[int, str], absent: Mapping[int, str]) -> None:
-        self.members.append((" ".join(present.values()), " ".join(absent.values())))
-
-
-class Run:
-    """A federation of four sites, of which only some are there at the start."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *there: str,
-        method: Any = "fedproto",
-        rounds: int = 4,
-        evaluate: str = "after-training",
-        **terms: Any,
-    ) -> None:
-        self.config, self.people = setting(method, participation=1.0, rounds=rounds, evaluate=evaluate)
-        self.agreed = agreement(self.people, **terms)
-        self.sites = new_sites(self.people, folder / "sites", self.agreed)
-        self.transport = InMemoryTransport({name: self.sites[name].answer for name in there or NAMES}, record=True)
-        self.seen = Seen()
-        self.federation = self.started(RunFolder.create(folder / "run", self.config))
-
-    def started(self, folder: RunFolder) -> Federation:
-        engine = RemoteEngine(self.agreed, self.transport, self.people.method)
-        return Federation(self.config, self.people.method, engine, folder, self.seen)
-
-    def restarted(self) -> Federation:
-        """From the last checkpoint, as after a kill."""
-        folder = RunFolder(self.federation.folder.path)
-        again = self.started(folder)
-        saved, _ = folder.restore()
-        assert saved is not None
-        again.restore(saved)
-        return again
-
-    def comes(self, name: str, answer: Answer | None = None) -> None:
-        self.transport.sites[name] = answer or self.sites[name].answer
-        self.transport.connections[name] += 1
-
-    def goes(self, *names: str) -> None:
-        for name in names:
-            del self.transport.sites[name]
-
-    def column(self, name: str) -> list[Any]:
-        return list(self.federation.folder.rounds()[name])
-
-    def asked(self, kind: Kind, node: str) -> int:
-        """How often a site was asked that."""
-        return sum((what, name) == (kind, node) for what, name, _, _ in (self.transport.record or ())[::2])
-
-
-def changed(answer: Answer, kind: Kind, change: Callable[[Packet], Packet]) -> Answer:
-    """A site that answers one kind of question in its own way."""
-    return lambda asked, packet: change(answer(asked, packet)) if asked == kind else answer(asked, packet)
+from polyfed.remote.transport import Kind
+from polyfed.server.federation import Interrupted
+from tests.remote.support import NAMES, Answer, Run, agreement, ask, changed, new_sites, setting
 
 
 def with_profile(answer: Answer, **values: Any) -> Answer:
@@ -340,72 +269,6 @@ def test_who_is_back_after_missing_rounds_is_noted(tmp_path: Path) -> None:
     run.federation.round(5)
     assert run.seen.notes == ["cedar is back after missing round 2", "birch is back after missing rounds 2 to 4"]
     assert run.column("participants") == [4, 2, 3, 3, 4]
-
-
-# The door ------------------------------------------------------------------------------------------------------------
-
-
-def spoilt(said: Packet, **changes: Any) -> Packet:
-    message = said.message
-    assert message is not None
-    tensors = {name: changes["tensor"](tensor) for name, tensor in message.tensors.items()}
-    return Packet(said.facts, Message(tensors, message.metadata))
-
-
-DOOR: dict[str, tuple[Callable[[Packet], Packet], str]] = {
-    "not finite": (lambda said: spoilt(said, tensor=lambda t: t * float("nan")), "holds values that are not finite"),
-    "wrong shape": (lambda said: spoilt(said, tensor=lambda t: t[:, :2].contiguous()), "has shape"),
-    "too large": (lambda said: spoilt(said, tensor=lambda t: torch.zeros(1000, 6)), "bytes can have at most"),
-    "long facts": (lambda said: Packet({**said.facts, "x": "y" * LARGEST_FACTS}), "its facts of 1000"),
-    "another round": (lambda said: Packet({**said.facts, "round": 7}, said.message), "answered for round 7, not for"),
-    "no round": (lambda said: Packet({}, said.message), "answered for round None"),
-    "no message": (lambda said: Packet(said.facts), "lacks the tensor 'prototypes'"),
-    "other names": (
-        lambda said: Packet(said.facts, Message({"weights": torch.zeros(2)})), "unexpected tensor 'weights'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DOOR)
-def test_a_reply_that_is_not_agreed_on_stays_outside(tmp_path: Path, case: str) -> None:
-    """Three replies are fused, the fourth is named with its reason."""
-    change, words = DOOR[case]
-    run = Run(tmp_path)
-    run.transport.sites["cedar"] = changed(run.transport.sites["cedar"], "train", change)
-    run.federation.round(1)
-    assert run.column("replies") == [3]
-    (note,) = [event["note"] for event in run.federation.folder.events() if event["event"] == "note"]
-    assert note.startswith("round 1 continues without client 2: ") and words in note
-
-
-def test_a_sites_words_cannot_command_the_servers_terminal(tmp_path: Path) -> None:
-    run = Run(tmp_path, minimum_members=2)
-    for name, kind in (("cedar", "train"), ("dune", "join")):
-        own = run.transport.sites[name]
-        run.transport.sites[name] = changed(own, kind, lambda said: Packet({"failure": "\x1b[2J\ngone" + "x" * 9999}))
-    run.federation.round(1)
-    assert [note.count(" [2J gone") for note in run.seen.notes] == [1, 1]
-    assert all(note.isprintable() and len(note) < 1200 for note in run.seen.notes)
-
-
-def test_a_server_of_another_run_gets_no_answer(tmp_path: Path) -> None:
-    run = Run(tmp_path, minimum_members=3)
-    other = agreement(run.people, "run-2")
-    stranger = Site("dune", other, run.people.slice([3]), tmp_path / "stranger")
-    run.transport.sites["dune"] = stranger.answer
-    run.federation.round(1)
-    assert "dune can't join: site 'dune' takes part in run run-2, not in another" in run.seen.notes[0]
-
-
-def test_a_reply_that_is_too_large_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Message, "from_bytes", None)
-    packet = Packet.received(b"{}", b"x" * 101, 100)
-    assert packet.facts == {"failure": "its message of 101 bytes can have at most 100."}
-
-
-@pytest.mark.parametrize("facts", [b"[]", b"\xff", b"{", b"[" * 50_000])
-def test_an_answer_that_cannot_be_read_is_a_failure(facts: bytes) -> None:
-    assert Packet.received(facts, b"").failed
 
 
 def test_minimum_members_must_make_sense() -> None:

@@ -19,7 +19,7 @@ from polyfed.methods import FedProto
 from polyfed.methods.base import Knowledge, Server
 from polyfed.remote import Packet, Site
 from tests.methods import parity
-from tests.remote.test_remote import agreement, setting
+from tests.remote.support import agreement, setting
 
 RUN = {"run": "run-1", "name": "amber"}
 

@@ -14,7 +14,7 @@ from polyfed.records import RunFolder
 from polyfed.remote import Agreement, InMemoryTransport, Packet, Patience, RemoteEngine, Site
 from polyfed.remote.transport import Kind
 from polyfed.server.federation import Federation
-from tests.remote.test_remote import NAMES, agreement, ask, new_sites, same_rows, setting
+from tests.remote.support import NAMES, agreement, ask, new_sites, same_rows, setting
 
 Seconds = Callable[[str, Kind, Packet], float]
 

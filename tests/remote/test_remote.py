@@ -2,83 +2,27 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import polyfed
-from polyfed.assemble import assemble
-from polyfed.config import Experiment, experiment
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
-from polyfed.population import Population
 from polyfed.profile import Profile
 from polyfed.records import RunFolder
-from polyfed.remote import Agreement, InMemoryTransport, Packet, RemoteEngine, Site
-from polyfed.remote.checks import rules_of
+from polyfed.remote import Agreement, InMemoryTransport, Packet, Site
 from polyfed.remote.transport import Kind
 from polyfed.server.federation import Federation
 from tests import support
 from tests.methods import parity
-
-NAMES = ("amber", "birch", "cedar", "dune")
-SETTINGS: dict[str, Any] = {"split": "6:2:2", "participation": 0.5, "rounds": 3}
-
-
-def setting(method: str | dict[str, Any], **settings: Any) -> tuple[Experiment, Population]:
-    name = method if isinstance(method, str) else method["name"]
-    models = [support.Wide] if "network" in polyfed.METHODS[name].requires else [support.Wide, support.Narrow]
-    values = {**support.DEFAULTS, **SETTINGS, **settings, "method": method}
-    config = experiment(**values, data="python:tiny", models="python:tiny")
-    return config, assemble(config, support.tiny_dataset(), models)
-
-
-def agreement(people: Population, run: str = "run-1", **settings: Any) -> Agreement:
-    members = {name: client for client, name in enumerate(NAMES)}
-    dataset = people.dataset
-    return Agreement(run, {}, dataset.classes, dataset.input_shape, members, dataset.mean, dataset.std, **settings)
-
-
-def new_sites(people: Population, folder: Path, terms: Agreement) -> dict[str, Site]:
-    """Each with only its own data."""
-    return {name: Site(name, terms, people.slice([number]), folder / name) for name, number in terms.members.items()}
-
-
-def remote(
-    folder: Path, config: Experiment, people: Population, *, record: bool = False, **settings: Any
-) -> tuple[Federation, InMemoryTransport]:
-    terms = agreement(people, **settings)
-    sites = new_sites(people, folder / "sites", terms)
-    transport = InMemoryTransport({name: site.answer for name, site in sites.items()}, record=record)
-    run = RunFolder.create(folder / "run", config)
-    return Federation(config, people.method, RemoteEngine(terms, transport, people.method), run), transport
-
-
-NOT_TOLD = ["accuracy_weighted", "flops"]
-"""What needs counts that sites keep to themselves."""
-
-
-def rows(run: Path) -> dict[str, pd.DataFrame]:
-    rounds = pd.read_csv(run / "rounds.csv", dtype=str).drop(columns=["seconds", *NOT_TOLD])
-    accuracies = ["client", "accuracy_final", "accuracy_at_best_validation", "accuracy_best"]
-    return {
-        "rounds": rounds,
-        "evaluations": pd.read_csv(run / "evaluations.csv", dtype=str).drop(columns="accuracy_weighted"),
-        "clients": pd.read_csv(run / "clients.csv", dtype=str)[accuracies],
-    }
-
-
-def same_rows(one: Path, other: Path) -> None:
-    for (name, mine), theirs in zip(rows(one).items(), rows(other).values(), strict=True):
-        pd.testing.assert_frame_equal(mine, theirs, obj=name)
+from tests.remote.support import NAMES, NOT_TOLD, agreement, remote, same_rows, setting
 
 
 @pytest.mark.parametrize("method", [*polyfed.METHODS, *parity.OPTIONS])
@@ -233,64 +177,6 @@ def test_participants_are_drawn_among_those_who_are_there(tmp_path: Path) -> Non
     assert full[0] not in [client for round in range(1, 20) for client in apart.participants(round)]
 
 
-def ask(site: Site, kind: Kind, **facts: Any) -> Packet:
-    return site.answer(kind, Packet({"run": "run-1", "name": site.name, **facts}))
-
-
-def test_a_site_asked_again_repeats_its_answer_without_training(tmp_path: Path) -> None:
-    _, people = setting("fedavg")
-    site = new_sites(people, tmp_path, agreement(people))["amber"]
-    first = people.method
-    server = support.new_server(first)
-    packet = Packet({"run": "run-1", "name": "amber", "round": 1, "score": True}, first.download(server, 0, None))
-    one = site.answer("train", packet)
-    site._engine.train = None  # type: ignore[assignment, method-assign]  # it must not be called
-    again = site.answer("train", packet)
-    assert again.facts == one.facts and "evaluation" in one.facts
-    assert one.message is not None and again.message is not None
-    assert one.message.to_bytes() == again.message.to_bytes()
-
-
-def test_a_lost_site_comes_back_with_its_state(tmp_path: Path) -> None:
-    """One site is started anew before every question; it answers as one that runs on."""
-    answers: dict[str, list[Any]] = {"steady": [], "lost": []}
-    for name, said in answers.items():
-        _, people = setting("standalone", rounds=4)
-        terms = agreement(people)
-        site = Site("amber", terms, people.slice([0]), tmp_path / name)
-        for round in (1, 2, 4):
-            if name == "lost":
-                site.close()
-                site = Site("amber", terms, people.slice([0]), tmp_path / name)
-            said.append(ask(site, "train", round=round).facts)
-            said.append(ask(site, "evaluate", round=round).facts)
-    assert answers["steady"] == answers["lost"]
-
-
-def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> None:
-    """After rounds 1, 2, 3: asked for 3 or 2 again the site repeats its answer, for 1 it refuses in a sentence."""
-    _, people = setting("standalone", rounds=4)
-    site = new_sites(people, tmp_path, agreement(people))["amber"]
-    said = {round: ask(site, "train", round=round).facts for round in (1, 2, 3)}
-    assert ask(site, "train", round=3).facts == said[3]
-    assert ask(site, "train", round=2).facts == said[2]
-    refused = ask(site, "train", round=1).facts["failure"]
-    assert refused.startswith("site 'amber' keeps what it had after rounds 2 and 3 and can't go back to round 1")
-    assert ask(site, "train", round=4).facts.keys() == {"round", "loss"}
-
-
-def test_a_round_in_between_is_trained_from_the_state_before_it(tmp_path: Path) -> None:
-    """The server went back after round 3 and now chooses the site in round 2, in which it did not take part before."""
-    _, people = setting("standalone")
-    terms = agreement(people)
-    one, other = (Site("amber", terms, people.slice([0]), tmp_path / name) for name in ("one", "other"))
-    ask(one, "train", round=1)
-    ask(one, "train", round=3)
-    ask(other, "train", round=1)
-    assert ask(one, "train", round=2).facts == ask(other, "train", round=2).facts
-    assert ask(one, "train", round=3).facts == ask(other, "train", round=3).facts
-
-
 def test_divergence_is_a_failed_reply_and_the_state_before_it_is_kept(tmp_path: Path) -> None:
     config, people = setting("standalone", lr=1e25, participation=1.0)
     apart, transport = remote(tmp_path, config, people)
@@ -301,126 +187,6 @@ def test_divergence_is_a_failed_reply_and_the_state_before_it_is_kept(tmp_path: 
     assert notes[4].startswith("round 1 has 0 valid replies and needs 1 (min_replies): the server learns nothing")
     site: Any = transport.sites["amber"]
     assert site.__self__._diary.newest is None
-
-
-def test_an_error_in_a_sites_own_code_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, people = setting("standalone")
-    site = new_sites(people, tmp_path, agreement(people))["amber"]
-
-    def broken(*arguments: Any, **options: Any) -> None:
-        raise ValueError("secret of /home/amber")
-
-    monkeypatch.setattr(site._engine, "train", broken)
-    answer = ask(site, "train", round=1)
-    assert answer.facts == {"failure": "site 'amber' failed; its own notes say why"}
-    assert site.notes == ["secret of /home/amber"]
-
-
-def test_a_site_says_to_its_owner_that_it_starts_from_its_initial_weights(tmp_path: Path) -> None:
-    """In the first round that is as it should be; later it joined late, or its folder was deleted."""
-    _, people = setting("standalone")
-    amber, birch = (new_sites(people, tmp_path, agreement(people))[name] for name in ("amber", "birch"))
-    for round in (1, 2):
-        assert not ask(amber, "train", round=round).failed
-    assert amber.notes == []
-    assert not ask(birch, "train", round=3).failed
-    assert birch.notes == ["there is no earlier state here, so round 3 starts from the initial weights"]
-
-
-def test_another_run_is_refused(tmp_path: Path) -> None:
-    _, people = setting("standalone")
-    site = new_sites(people, tmp_path, agreement(people))["amber"]
-    answer = site.answer("train", Packet({"run": "run-2", "round": 1}))
-    assert "takes part in run run-1, not in another" in answer.facts["failure"]
-    ask(site, "train", round=1)
-    with pytest.raises(InputError, match="holds the state of another run"):
-        Site("amber", agreement(people, "run-2"), people.slice([0]), tmp_path / "amber")
-
-
-def test_a_site_has_only_its_own_data(tmp_path: Path) -> None:
-    _, people = setting("standalone")
-    own = people.slice([2])
-    assert len(own.dataset) == len(people.data[2])
-    x, y = own.dataset.batch(own.data[2].train)
-    expected = people.dataset.batch(people.data[2].train)
-    assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
-    with pytest.raises(InputError, match="'amber' is client 0, but has the data of clients"):
-        Site("amber", agreement(people), own, tmp_path / "site")
-
-
-HOSTILE: list[Mapping[str, Any]] = [
-    {"round": 1, "loss": "low"},
-    {"round": 1, "loss": [1]},
-    {"round": 1, "loss": True},
-    {"round": 1, "loss": math.nan},
-    {"round": 1, "loss": -math.inf},
-    {"round": 2, "loss": 0.5},
-    {"round": "1", "loss": 0.5},
-    {"loss": 0.5},
-]
-
-
-@pytest.mark.parametrize("facts", HOSTILE)
-def test_facts_that_make_no_sense_are_a_failed_reply(tmp_path: Path, facts: Mapping[str, Any]) -> None:
-    _, people = setting("standalone")
-    transport = InMemoryTransport({"amber": lambda kind, packet: Packet(facts)})
-    (reply,) = RemoteEngine(agreement(people), transport, people.method).train(1, {0: Message()})
-    assert reply.failure
-
-
-@pytest.mark.parametrize(
-    "evaluation",
-    [
-        None, 3, [], {"test": 5}, {"test": {"classifier": 0.5}},
-        {"test": {"classifier": 1.5}, "validation": {"classifier": 0.5}},
-        {"test": {"classifier": -0.1}, "validation": {"classifier": 0.5}},
-        {"test": {"classifier": math.nan}, "validation": {"classifier": 0.5}},
-        {"test": {"classifier": "1"}, "validation": {"classifier": 0.5}},
-        {"test": {"classifier": True}, "validation": {"classifier": 0.5}},
-        {"test": {"classifier": 0.5}, "validation": {"other": 0.5}},
-        {"test": {"other": 0.5}, "validation": {"other": 0.5}},
-        {"test": {"classifier": 0.5, "other": 1}, "validation": {"classifier": 0.5, "other": 1}},
-        {"test": {}, "validation": {}},
-        {"test": {"classifier": 0.5}, "validation": {"classifier": 0.5}, "samples": 7},
-        *({"test": {"classifier": 0.5}, "validation": {"classifier": 0.5}, "further": further} for further in (
-            3, {"test": {"classifier": {}}}, {"test": {"classifier": {}}, "validation": {}},
-            {"test": {"other": {}}, "validation": {"other": {}}},
-            {"test": {"classifier": {"samples": 0.5}}, "validation": {"classifier": {}}},
-            {"test": {"classifier": {"macro_f1": 1.5}}, "validation": {"classifier": {}}},
-            {"test": {"classifier": {"macro_f1": "1"}}, "validation": {"classifier": {}}},
-            {"test": {"classifier": {}}, "validation": {"classifier": {}}, "train": {"classifier": {}}},
-        )),
-    ],
-)  # fmt: skip
-def test_scores_that_make_no_sense_are_missing(evaluation: Any) -> None:
-    _, people = setting("standalone")
-    transport = InMemoryTransport({"amber": lambda kind, packet: Packet({"evaluation": evaluation})})
-    assert RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1) == {}
-
-
-def test_scores_that_make_sense_arrive() -> None:
-    """The same question as above, and a site without validation samples."""
-    _, people = setting("standalone")
-    shares: dict[str, Any] = {"test": {"classifier": 0.25}, "validation": {"classifier": None}}
-    transport = InMemoryTransport({"amber": lambda kind, packet: Packet({"evaluation": shares})})
-    score = RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1)[0]
-    assert score.accuracy() == 0.25 and math.isnan(score.validation_accuracy())
-    assert score.counts("test", "classifier") is None
-    assert math.isnan(score.measure("balanced_accuracy"))  # a site that tells no more than accuracy
-    further = {"test": {"classifier": {"macro_f1": 0.75, "auc": None}}, "validation": {"classifier": {}}}
-    shares["further"] = further
-    score = RemoteEngine(agreement(people), transport, people.method).evaluate([0], 1)[0]
-    assert score.measure("macro_f1") == 0.75 and math.isnan(score.measure("auc"))
-
-
-@pytest.mark.parametrize("method", polyfed.METHODS)
-def test_a_server_that_knows_no_network_knows_the_rules_of_prediction(method: str) -> None:
-    _, people = setting(method)
-    known = people.method
-    rules = SequentialEngine(people).evaluate([0], 1)[0].rules
-    assert rules_of(known) == rules
-    if "network" not in known.requires:
-        assert rules_of(type(known)(known.config, replace(known.task, architecture=None), known.training)) == rules
 
 
 @pytest.mark.parametrize("evaluate", ["after-training", "after-download"])

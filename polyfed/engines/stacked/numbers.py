@@ -1,7 +1,8 @@
-"""Numbers that differ between the clients of a cohort, because they belong to different runs: one value per client.
+"""Settings that differ between the clients of a cohort, because these belong to different runs: one value per client.
 
-A method reads its settings as attributes, `self.config.weight`. While its loss runs for stacked clients, those that
-differ are tensors of a single value, this client's. They travel with the stacked state, under names of their own.
+A method reads its settings as attributes, `self.config.weight`. While its loss runs for stacked clients, each setting
+that differs is a tensor with one value, that of the client. These tensors are part of the stacked state, under names
+that start with "number.".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from polyfed.methods.base import Method
 from polyfed.methods.parts.network import Applied
 
 METHOD, TRAINING, RATE = "number.method.", "number.training.", "number.rate."
-"""A number of the method's settings, one of the training, and the learning rate of a phase."""
+"""How the names start: of a setting of the method, a setting of the training, and the learning rate of a phase."""
 
 
 def without_numbers(state: Mapping[str, Tensor]) -> State:
@@ -28,7 +29,7 @@ def without_numbers(state: Mapping[str, Tensor]) -> State:
 
 @contextmanager
 def numbered(method: Method, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the method finds the numbers of this state in its settings."""
+    """Inside this context, the method's settings have the numbers of this state."""
     config, training = (_named(state, prefix) for prefix in (METHOD, TRAINING))
     if not config and not training:
         yield
@@ -47,12 +48,12 @@ def numbered(method: Method, state: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def is_cached(method: Method, name: str) -> bool:
-    """Whether an attribute is one that the method computes once, when it is first needed."""
+    """Whether the method computes this attribute once, when it is first needed."""
     return isinstance(getattr(type(method), name, None), cached_property)
 
 
 def on(applied: Applied, method: Method, state: Mapping[str, Tensor]) -> Callable[..., Any]:
-    """The function with this state in its network, and this state's numbers in the method's settings."""
+    """The function, called with this state in its network and this state's numbers in the method's settings."""
     call = applied.on(without_numbers(state))
 
     def with_numbers(*arguments: object) -> Any:

@@ -1,4 +1,4 @@
-"""Several runs at once: their clients train in the same cohorts, and each run keeps its own numbers and folder."""
+"""Several runs at once: their clients train in the same cohorts, and each run has its own results and folder."""
 
 from polyfed.engines.together.group import Group, current_group
 

@@ -43,7 +43,7 @@ def misfit(first: Population, other: Population) -> str | None:
 
 
 def _other_settings(first: Population, other: Population) -> str | None:
-    """The first setting that differs and is no number."""
+    """The first setting that differs although it must not: only some numbers may."""
     for group, free in (("method", None), ("training", RATES)):
         ours, theirs = (_settings(people, group) for people in (first, other))
         for name, value in ours.items():
@@ -60,7 +60,7 @@ def _settings(people: Population, group: str) -> dict[str, Any]:
 
 
 def _other_method(first: Population, other: Population) -> str | None:
-    """What the methods were made with, or keep for themselves, that differs."""
+    """What differs in the tasks that the methods were made for, or in the attributes that they keep."""
     for name in ("input_shape", "classes", "rounds", "feature_size", "features", "match"):
         if getattr(first.task, name) != getattr(other.task, name):
             return f"its task has another {name}"
@@ -78,7 +78,7 @@ def differs_in(one: Method, two: Method) -> str | None:
 
 
 def _kept(method: Method) -> dict[str, Any]:
-    """What a method keeps beside its settings, without what it computes when it needs it."""
+    """A method's attributes, without its settings and what it computes when it is first needed."""
     own = ("config", "task", "training")
     return {n: v for n, v in vars(method).items() if n not in own and not is_cached(method, n)}
 
@@ -121,7 +121,10 @@ def same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
 
 
 def look(network: ClientNetwork) -> list[tuple[str, str, dict[str, Any]]]:
-    """A network's modules with their plain attributes, which its state does not have; phases set their modes."""
+    """A network's modules with their plain attributes, which its state does not contain.
+
+    Training mode is left out, because phases set it.
+    """
 
     def plain(module: nn.Module) -> dict[str, Any]:
         return {name: v for name, v in vars(module).items() if isinstance(v, PLAIN) and name != "training"}
@@ -130,7 +133,7 @@ def look(network: ClientNetwork) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def differing_numbers(runs: Sequence[Population]) -> dict[str, list[float]]:
-    """The numbers that are not the same in all runs, by the name under which steps find them: one of each run."""
+    """The numbers that differ between runs, by the name under which steps find them: one value for each run."""
     found: dict[str, list[float]] = {}
     for group, prefix in (("method", METHOD), ("training", TRAINING)):
         settings = [_settings(people, group) for people in runs]

@@ -1,8 +1,8 @@
 """Runs side by side, so that their clients can train together.
 
-Each run is a thread, but only one of them works at a time: the one that holds the baton. A run gives it away while it
-waits for its clients. When all runs wait, the last one trains the clients of all of them. So nothing needs a lock, and
-a run's own code is the same as if it were alone.
+Each run is a thread, but only one of them works at a time: the one that holds the baton. A run releases it while it
+waits for its clients. When all runs wait, the last one to arrive trains the clients of all of them. So nothing else
+needs a lock, and a run's own code is the same as if it were alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def current_group() -> tuple[Group, str] | None:
 
 @dataclass(eq=False)
 class Request:
-    """What a run asks of its clients, and what came of it."""
+    """What a run asks of its clients, and later the answer or the error."""
 
     member: Member
     position: tuple[int, int]
@@ -57,7 +57,7 @@ class Request:
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """Requests with the same can be answered together."""
+        """Requests for which this is the same can be answered together."""
         return self.kind, self.round, self.downloads is None
 
     def answer_alone(self) -> None:
@@ -69,14 +69,14 @@ class Request:
 
 
 class Member(VectorizedEngine):
-    """The engine of one run of a group: it has the run's clients and their states, and asks the group to train them."""
+    """The engine of one run of a group. It has the run's clients and their states, and asks the group to train them."""
 
     def __init__(self, group: Group, run: str, population: Population, memory_budget: int) -> None:
         super().__init__(population, memory_budget=memory_budget)
         self.run = run
         self._group = group
         self._trained, self._evaluated = 0, 0
-        """The last round that was trained, and evaluations since."""
+        """The last round that was trained, and the number of evaluations since."""
 
     def train(
         self,
@@ -102,7 +102,7 @@ class Member(VectorizedEngine):
         return scores
 
     def alone(self, request: Request, clients: Iterable[int]) -> Any:
-        """Train or evaluate these of the request's clients in cohorts of this run only."""
+        """Train or evaluate these clients of the request in cohorts of this run only."""
         if request.kind == "evaluate":
             return super().evaluate(clients, request.round, request.downloads)
         assert request.downloads is not None
@@ -147,7 +147,7 @@ class Group:
     # Runs -------------------------------------------------------------------------------------------------------------
 
     def run(self, works: Mapping[str, Callable[[], object]]) -> dict[str, BaseException]:
-        """Do all works, each a run in its thread; returns the errors of those that failed, by name."""
+        """Call all `works`, each a run, in a thread of its own; returns the errors of those that failed, by name."""
         self._unfinished, self._size = dict.fromkeys(works), len(works)
         threads = [
             threading.Thread(target=copy_context().run, args=(self._do, name, work), daemon=True, name=name)
@@ -250,7 +250,7 @@ class Group:
         return request.answer
 
     def _serve(self) -> None:
-        """If all runs wait, answer those that are furthest behind; the others are met when these have caught up."""
+        """If all runs wait, answer those that are furthest behind; the others wait until these have caught up."""
         if not self._unfinished or self._waiting.keys() != self._unfinished.keys():
             return
         waiting = [self._waiting[name] for name in self._unfinished]
@@ -279,7 +279,7 @@ class Group:
             request.answer_alone()
 
     def _answer_together(self, requests: list[Request]) -> None:
-        """Answer by one call for all; what that could not do, each run does by itself, with its own error if any."""
+        """Answer by one call for all; what that could not do, each run does by itself, and may fail by itself."""
         found: dict[Request, dict[int, Any]] = {request: {} for request in requests}
         reason = self._call_for_all(dict(found))
         self._pass_notes()
@@ -302,9 +302,10 @@ class Group:
             self._part(reason)
 
     def _call_for_all(self, found: dict[Request, dict[int, Any]]) -> str | None:
-        """One call for all requests, again without a run whose training diverges; returns why runs can't be called so.
+        """Fill `found` by one call for all requests; returns why that is impossible, or None.
 
-        What is missing in `found` afterwards is left to each run.
+        If the training of a run diverges, the call is repeated without that run. What is missing in `found` afterwards
+        is left to each run.
         """
         while len(found) > 1:
             try:
@@ -329,7 +330,7 @@ class Group:
         return self._joint
 
     def _call(self, joint: JointEngine, found: Mapping[Request, dict[int, Any]]) -> None:
-        """Train or evaluate the clients that have no answer yet at once, and sort the answers by request."""
+        """Train or evaluate all clients that have no answer yet, and file the answers by request."""
         of_member = {request.member: request for request in found}
         first = next(iter(found))
         numbers = {
@@ -356,7 +357,7 @@ class Group:
                 of_member[member].done(client)
 
     def _pass_notes(self) -> None:
-        """What the common engine remarks concerns every run."""
+        """Give every run the notes of the common engine, which concern them all."""
         if self._joint is not None:
             for member in self._members.values():
                 member.notes += self._joint.notes

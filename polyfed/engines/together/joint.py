@@ -1,7 +1,7 @@
 """One vectorized engine over the clients of several runs.
 
-Clients are numbered through. Whatever belongs to one client (its state, its draws, what it receives and uploads) is
-asked of its own run under its own number there, so that each run's numbers are those it has alone.
+The clients of all runs are numbered consecutively. Whatever belongs to one client (its state, its draws, what it
+receives and uploads) comes from its own run, under its number there, so that each run has the results it has alone.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from polyfed.engines.together.group import Member
 
 KEPT_NUMBERS = 64
-"""Choices of clients whose numbers are kept on the device."""
+"""How many selections of clients have their `values` kept on the device."""
 
 
 class CannotStack(Exception):
-    """Why the runs can't train together, although each of them could train stacked."""
+    """The runs can't train together, although each of them can train stacked; the message says why."""
 
 
 class NoSeed:
-    """The seed of a method that computes for several runs: there is none, and to draw with it is an error."""
+    """Stands for the seed of a method that computes for several runs. There is none; drawing with it is an error."""
 
     def __str__(self) -> NoReturn:
         raise CannotStack("the method draws with the seed of its run outside of the clients' states")
 
 
 def common_method(own: Method) -> Method:
-    """A method object for the stacked losses of several runs."""
+    """The method object that computes the stacked losses of several runs."""
     method = type(own)(own.config, own.task, own.training)
     method.task = replace(own.task, seed=NoSeed())  # type: ignore[arg-type]
     return method
@@ -53,10 +53,10 @@ def common_method(own: Method) -> Method:
 
 @dataclass(frozen=True, repr=False)
 class JoinedPopulation(Population):
-    """The clients of several runs, numbered through."""
+    """The clients of several runs, under common numbers."""
 
     homes: Mapping[int, tuple[Population, int]] = field(default_factory=dict)
-    """By number, the client's own run and its number there."""
+    """By common number, the client's own run and its number there."""
     values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Numbers that differ between runs, by name and client."""
     _placed: dict[tuple[int, ...], State] = field(default_factory=dict, init=False)
@@ -141,19 +141,21 @@ class JointEngine(VectorizedEngine):
         self.members = list(members)
         """Those whose runs have not ended."""
         self._beginners.clear()  # whose initial states are those of their runs
-        self._check_networks()
+        self._looks = self._common_looks()
+        """How networks look that have not been tried yet, by name."""
 
     @property
     def _present(self) -> int:
         return sum(len(member.population.data) for member in self.members)
 
-    def _check_networks(self) -> None:
-        """Raise if the runs' networks of one name differ in anything but their states."""
+    def _common_looks(self) -> dict[str, object]:
+        """How networks look, by name; raises if they differ between runs in anything but their states."""
         examples = {(member, member.population.architectures[client].name): client for member, client in self.numbers}
         looks: dict[str, object] = {}
         for (member, name), client in examples.items():
             if (seen := look(member.network(client))) != looks.setdefault(name, seen):
                 raise CannotStack(f"their networks {name} differ in more than their weights")
+        return looks
 
     def _forget_first(self, client: int) -> None:
         member, own = self.places[client]
@@ -164,21 +166,16 @@ class JointEngine(VectorizedEngine):
         return member._client_flops(own)
 
     def _reason_for_the_loop(self, client: int) -> str | None:
-        reason = super()._reason_for_the_loop(client)
+        reason, name = super()._reason_for_the_loop(client), self._architecture(client)
+        untried = self._looks.pop(name, None)
+        if untried is not None and look(self._network(client)) != untried:
+            raise CannotStack(f"the network {name} changes attributes of its own")
         if reason is None:
             return None
         member, own = self.places[client]
         if member._reason_for_the_loop(own) is None:
             raise CannotStack(reason)
         self.notes.clear()  # the run has just said the same
-        return reason
-
-    def _try(self, client: int) -> str | None:
-        network = self._network(client)
-        before = look(network)
-        reason = super()._try(client)
-        if look(network) != before:
-            raise CannotStack(f"the network {self._architecture(client)} changes attributes of its own")
         return reason
 
     def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> Stack:

@@ -12,7 +12,7 @@ from polyfed.methods.parts.trainable import TrainablePrototypes
 
 
 class SeparatingSteps:
-    """SGD on the mean of `contrastive_loss`, with the gradient written by hand; no autograd, few kernels."""
+    """Steps of SGD on the mean of `contrastive_loss`, with the gradient written by hand: few kernels, no autograd."""
 
     def __init__(
         self, kernels: Any, module: TrainablePrototypes, vectors: Tensor, labels: Tensor, lr: float, margin: Tensor
@@ -26,7 +26,7 @@ class SeparatingSteps:
         self._margin = margin.to(vectors)
 
     def __call__(self, rows: Tensor, losses: Tensor) -> None:
-        """A step on the vectors in these rows; their losses go into the second tensor."""
+        """A step on the vectors in these rows; their losses are written into the second tensor."""
         kernels, trained, lr = self._kernels, self._trained, self._lr
         pulls = trained.new_empty(len(rows), len(trained))
         prototypes, hidden = trained, trained
@@ -47,7 +47,7 @@ class SeparatingSteps:
 def separating_steps(
     module: nn.Module, vectors: Tensor, labels: Tensor, lr: float, *, margin: Tensor, notes: list[str]
 ) -> SeparatingSteps | None:
-    """Steps by our kernels; None, with a note, where these can't run, and for very many features or classes."""
+    """Steps by our kernels; None, with a note, if these can't run here, and None for too many features or classes."""
     assert isinstance(module, TrainablePrototypes)
     kernels, trouble = working_kernels("polyfed.methods.parts.prototype_kernels", _trial)
     if kernels is None:
@@ -60,8 +60,8 @@ def separating_steps(
 
 
 def _trial(kernels: Any, device: str) -> None:
-    """A step on next to nothing."""
-    with torch.random.fork_rng(devices=[]):  # a module draws its first weights, and nobody's draws shall change
+    """A step on one tiny vector, to see whether the kernels work."""
+    with torch.random.fork_rng(devices=[]):  # a new module draws weights, which must not change other draws
         module = TrainablePrototypes(2, 2).to(device)
     labels = torch.zeros(1, dtype=torch.int64, device=device)
     step = SeparatingSteps(kernels, module, torch.ones(1, 2, device=device), labels, 0.1, torch.ones(()))
