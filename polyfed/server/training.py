@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
+from polyfed.losses import cross_entropy
 from polyfed.message import largest
-from polyfed.methods.parts.tools import cross_entropy
 from polyfed.server.replay import Replayed, Step, in_batches
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
