@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,13 @@ def commit() -> str | None:
         return None
 
 
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if math.isnan(minutes):
+        raise ValueError
+    return minutes
+
+
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m papers.run", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="entries, in the order to run them; none: list them")
@@ -122,7 +130,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
     parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where unfinished runs are kept")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time; by default never")
+    parser.add_argument("--minutes", type=_minutes, default=math.inf, help="stop after this time; by default never")
     parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")

@@ -170,6 +170,18 @@ def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytes
     assert [each["seed"] for each in lines(papers / "later")] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("text", ["entries: [", "entries: 3", "- standalone"])
+def test_a_file_that_is_no_campaign_is_refused(papers: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (papers / "campaign.yaml").write_text(text)
+    assert command(papers) == 2
+    assert "is not a campaign" in capsys.readouterr().err
+
+
+def test_a_deadline_is_a_number(papers: Path) -> None:
+    with pytest.raises(SystemExit):
+        command(papers, "--minutes", "nan")
+
+
 def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(papers, "--methods", "fedprot") == 2
     assert "fedproto" in capsys.readouterr().err
