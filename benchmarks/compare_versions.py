@@ -30,7 +30,7 @@ from torch import Tensor, nn
 HERE = Path(__file__).resolve().parents[1]
 METHODS = (
     "standalone", "fedavg", "lg-fedavg", "fedproto", "fedtgp", "dc-pfl", "fml", "fedapen", "fedkd", "fedmrl", "fedgh",
-    "fedgen", "fedclassavg", "fd", "fedssa", "pfedes",
+    "fedgen", "fedclassavg", "fd", "fedssa", "pfedes", "fedorgp", "protonorm", "fedre", "pfedafm", "fedl2g",
 )  # fmt: skip
 ENGINES = ("sequential", "threads", "vectorized")
 TABLES = {"rounds.csv": ("seconds",), "evaluations.csv": (), "clients.csv": ()}

@@ -9,11 +9,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from yaml import YAMLError
 
 from polyfed.comparison.plan import Cell
 from polyfed.config import Experiment, experiment, merged
-from polyfed.errors import InputError, unknown_name
+from polyfed.errors import InputError, first_line, unknown_name
 from polyfed.methods import METHODS
 from polyfed.ranges import typed
 from polyfed.records.origin import FREE, settings_by_name
@@ -216,3 +217,5 @@ def read_campaign(path: Path = FOLDER / "campaign.yaml") -> Campaign:
         return Campaign(**parse_yaml(path.read_text()))
     except OSError as error:
         raise InputError(f"can't read '{path}': {error.strerror}; name a campaign's file (--campaign).") from error
+    except (YAMLError, TypeError, ValidationError) as error:
+        raise InputError(f"'{path}' is not a campaign ({first_line(error)}): see papers/campaign.yaml.") from error

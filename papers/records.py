@@ -88,8 +88,12 @@ def line_of(record: Record) -> str:
 
 
 def append(record: Record, folder: Path) -> None:
-    """Add a record to the file of its entry. It is safely on disk when this returns."""
-    disk.append(folder / f"{record['entry']}.jsonl", line_of(record).encode(), sync=True)
+    """Add a record to the file of its entry, without a line that was cut off there. It is on disk when this returns."""
+    path = folder / f"{record['entry']}.jsonl"
+    before = disk.read(path) or b""
+    if not before.endswith(b"\n") and before:
+        disk.write(path, before[: before.rfind(b"\n") + 1])
+    disk.append(path, line_of(record).encode(), sync=True)
 
 
 def read_records(folders: Iterable[Path]) -> dict[Key, Record]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.records import RESULTS, append, check, check_settings, line_of, read_records, record_of
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
-from polyfed.errors import PolyfedError, unknown_name
+from polyfed.errors import InputError, PolyfedError, unknown_name
 from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Interrupted, Watcher
 
@@ -51,9 +52,13 @@ class Recorder:
         for row in rows or ():
             if row not in known:
                 raise unknown_name("method", row, known)
+        planned = campaign.runs(given.names or None, **machine)
+        if missing := sorted(set(seeds or ()) - {run.seed for run in planned}):
+            known_seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in planned}))
+            raise InputError(f"no run has the seed {missing[0]}: the campaign has {known_seeds}.")
         self.left = {
             run.cell.name: run
-            for run in campaign.runs(given.names or None, **machine)
+            for run in planned
             if run.key not in recorded and (not rows or run.row in rows) and (not seeds or run.seed in seeds)
         }
 
@@ -64,16 +69,16 @@ class Recorder:
             if kept.exists():
                 record = json.loads(kept.read_text())
                 check_settings(run, record)
-            elif is_finished(run.config, folder):
+            else:
                 margins = run.row in self._campaign.entries[run.entry].margins
                 try:
+                    if not is_finished(run.config, folder):
+                        continue
                     record = record_of(run, folder, commit=self._commit, margins=margins)
                 except Exception as error:  # one run's failure must not cost the others, which are still going
                     self.failures[name] = reason_of(error)
                     continue
                 disk.write(kept, line_of(record))
-            else:
-                continue
             append(record, self._given.out)
             del self.left[name]
             shutil.rmtree(folder, ignore_errors=True)
@@ -83,7 +88,7 @@ class Recorder:
         lines = []
         for name, run in self.left.items():
             folder = self._given.work / "runs" / name
-            if not (folder / "run.json").exists():
+            if name in self.failures or not (folder / "run.json").exists():
                 continue
             rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
             seconds = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
@@ -105,6 +110,13 @@ def commit() -> str | None:
         return None
 
 
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if math.isnan(minutes):
+        raise ValueError
+    return minutes
+
+
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m papers.run", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="entries, in the order to run them; none: list them")
@@ -118,7 +130,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
     parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where unfinished runs are kept")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time; by default never")
+    parser.add_argument("--minutes", type=_minutes, default=math.inf, help="stop after this time; by default never")
     parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
@@ -143,8 +155,8 @@ def run(given: argparse.Namespace) -> int:
             [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
             watcher=Deadline(given.minutes), together=given.together,
         )  # fmt: skip
-    except Interrupted:
-        print("the time is up")
+    except Interrupted as stop:  # the deadline, or Ctrl-C
+        print(stop)
     recorder.sweep()
     for line in recorder.unfinished():
         print(line)

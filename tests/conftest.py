@@ -1,10 +1,17 @@
 """Fixtures for several tests."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.shell import Shell
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and `make test` runs half of the tests as one; some tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import polyfed
@@ -62,6 +64,11 @@ def room(name: str) -> str:
 def test_no_module_imports_itself_by_way_of_others() -> None:
     edges = graph()
     assert [name for name in edges if name in known(name, edges)] == []
+
+
+def test_a_method_of_one_s_own_may_import_the_server_s_training_first() -> None:
+    """Importing a module also imports the package it is in; that of all methods imports methods that train there."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", "import polyfed.server.training"], check=True)
 
 
 def test_methods_know_no_engine_and_records_know_neither() -> None:

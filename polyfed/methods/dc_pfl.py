@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from pydantic import Field
@@ -86,7 +86,10 @@ class DCPFL(Method):
     def __init__(self, config: Method.Config, task: Task, training: Training) -> None:
         super().__init__(config, task, training)
         self.collect = Collect(covariance=self.config.calibrate)
-        self._ahead = NoiseAhead()
+
+    @cached_property
+    def _ahead(self) -> NoiseAhead:
+        return NoiseAhead()
 
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
         _linear(model.head)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
+from polyfed.losses import cross_entropy
 from polyfed.message import largest
-from polyfed.methods.parts.tools import cross_entropy
 from polyfed.server.replay import Replayed, Step, in_batches
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -80,8 +80,8 @@ def take_steps(module: nn.Module, vectors: Tensor, labels: Tensor, chunks: Itera
 
 
 def sgd_step(module: nn.Module, vectors: Tensor, labels: Tensor, lr: float, loss: Loss | None = None) -> Step:
-    """A step of plain SGD on the vectors in some rows, by autograd; a linear layer's without."""
-    if loss is None and type(module) is nn.Linear and module.bias is not None:
+    """A step of plain SGD on the vectors in some rows, by autograd; a plain linear layer's without."""
+    if loss is None and type(module) is nn.Linear and _is_plain(module):
         return partial(_linear_step, module.weight.detach(), module.bias.detach(), vectors, labels, lr)
     loss_of = loss or classification_loss
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -96,6 +96,12 @@ def sgd_step(module: nn.Module, vectors: Tensor, labels: Tensor, lr: float, loss
         losses.copy_(values.detach())
 
     return step
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether all that a linear layer does is done by a weight and a bias that train: nothing is frozen or hooked."""
+    trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    return trained == {"weight", "bias"} and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 @torch.no_grad()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -20,7 +23,8 @@ from polyfed.engines import together
 from polyfed.engines.together import joint
 from polyfed.engines.together.fit import misfit, same
 from polyfed.errors import DivergedError
-from polyfed.methods.base import Batch, ClientNetwork, Method
+from polyfed.message import Message, State
+from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Method
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.records import RunFolder
 from polyfed.seeds import derive
@@ -287,6 +291,101 @@ def test_a_loss_that_depends_on_the_seed_parts_the_runs(tmp_path: Path) -> None:
     assert any("draws with the seed" in note for note in notes(tmp_path, "seed0"))
 
 
+class Remembers(Method):
+    """Keeps the round in an attribute when a client receives its download, and weights its loss by it."""
+
+    name, title, paper, sends = "remembers", "Remembers", "none", "nothing"
+
+    def __init__(self, config: Any, task: Any, training: Any) -> None:
+        super().__init__(config, task, training)
+        self.now = 1
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        self.now = client.round
+        return {}
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        return cross_entropy(net(batch.x), batch.y) / self.now**3
+
+
+class Server(Remembers):
+    """Keeps a weight in a queue of its own, which the server changes."""
+
+    name = "server"
+
+    def __init__(self, config: Any, task: Any, training: Any) -> None:
+        super().__init__(config, task, training)
+        self.now = deque([1.0], maxlen=1)  # type: ignore[assignment]
+
+    def receive(self, state: Mapping[str, Tensor], message: Message, client: Knowledge) -> State:
+        return {}
+
+    def aggregate(self, server: Any, replies: Any) -> None:
+        self.now.append(2.0 + server.seed)  # type: ignore[attr-defined]
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        return cross_entropy(net(batch.x), batch.y) / self.now[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("method", [Remembers, Server])
+@pytest.mark.parametrize("rates", [(0.05, 0.05), (0.05, 0.1)], ids=["seeds", "numbers"])
+def test_what_a_method_keeps_for_itself_is_never_mixed(
+    tmp_path: Path, method: Any, rates: tuple[float, ...], calls: list[list[int]]
+) -> None:
+    """The common losses would not see the attribute of either run: from the round that changes it, the runs part."""
+    runs = {f"run{i}": (method, {"seed": i, "rounds": 3, "training": {"lr": lr}}) for i, lr in enumerate(rates)}
+    assert run_both(tmp_path, runs) == {}
+    assert calls  # until then they trained together
+    assert_same(tmp_path, runs)
+    for name in runs:
+        assert notes(tmp_path, name) == [
+            "the runs do not train together: the method changes 'now', which it keeps outside of the clients' states"
+        ]
+
+
+class Counts(Method):
+    """Counts the calls of its loss, and weights the loss by that."""
+
+    name, title, paper, sends = "counts", "Counts", "none", "nothing"
+
+    def __init__(self, config: Any, task: Any, training: Any) -> None:
+        super().__init__(config, task, training)
+        self.calls = 0
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        self.calls += 1
+        return cross_entropy(net(batch.x), batch.y) * self.calls
+
+
+class Counting(support.Narrow):
+    """A network that counts how often it is trained."""
+
+    used = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.used += self.training
+        logits: Tensor = self.out(self.body(x) * (1 + 0.1 * self.used))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("method", "models", "words"),
+    [
+        (Counts, [support.Narrow], "the method changes 'calls', which it keeps outside of the clients' states"),
+        ("standalone", [Counting], "the network Counting changes attributes of its own"),
+    ],
+)
+def test_runs_part_before_the_first_step_of_a_loss_or_network_that_counts(
+    tmp_path: Path, method: Any, models: list[Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Any] = []
+    monkeypatch.setattr(joint.JointEngine, "_train_phase", lambda *given: trained.append(given))
+    runs = seeds(method, 2, models=models)
+    assert run_joint(tmp_path, runs) == {}
+    assert trained == []
+    assert notes(tmp_path, "seed0") == notes(tmp_path, "seed1") == [f"the runs do not train together: {words}"]
+
+
 class Copied(Careful):
     """Keeps a number where nobody sees it change."""
 
@@ -339,6 +438,17 @@ def test_values_are_compared_by_what_they_hold() -> None:
     assert not same(torch.nn.Linear(1, 1), torch.nn.Linear(1, 2))
 
 
+def test_objects_are_compared_by_their_attributes() -> None:
+    def holder(value: Any) -> Any:
+        found = SimpleNamespace(value=value)
+        found.itself = found
+        return found
+
+    assert same(holder(1), holder(1)) and not same(holder(1), holder(2))
+    assert same(np.ones(2), np.ones(2)) and not same(np.ones(2), np.zeros(2))
+    assert not same(deque([1]), deque([2]))
+
+
 def test_an_interrupted_group_ends_at_its_next_request(tmp_path: Path) -> None:
     """Ctrl-C in the main thread; no thread is left behind, and every run can be resumed."""
     group = together.Group()
@@ -377,3 +487,15 @@ def test_an_interruption_before_all_runs_have_begun_ends_those_that_wait(tmp_pat
         together.Group().run(works)
     assert not {thread.name for thread in threading.enumerate()} & works.keys()
     assert never == []
+
+
+def test_an_interruption_ends_the_work_in_progress(tmp_path: Path) -> None:
+    """A run is in the middle of long work and another waits: both end at once, and nobody waits for the work."""
+    (name, run), *_ = seeds("fedproto", 1).items()
+    works = {name: lambda: start(tmp_path / name, *run), "long": lambda: [time.sleep(0.01) for _ in range(3000)]}
+    threading.Timer(3, _thread.interrupt_main).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        together.Group().run(works)
+    assert time.monotonic() - begin < 8
+    assert not {thread.name for thread in threading.enumerate()} & works.keys()

@@ -13,7 +13,7 @@ from papers import run as running
 from papers.campaign import FOLDER, Run, read_campaign
 from papers.collect import collect
 from papers.page import comparisons_of, draw, front, main, page, with_front
-from papers.records import Record, read_records
+from papers.records import Record, append, read_records
 from papers.tables import accuracies, costs, margins, other_rules, sweep
 from polyfed.comparison.plan import Cell
 from polyfed.comparison.runner import finish
@@ -129,7 +129,8 @@ def test_every_run_is_recorded_when_it_ends(papers: Path, monkeypatch: pytest.Mo
 
 def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(papers, "--minutes", "0") == 0
-    assert "0 of 6 runs recorded" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "stopped with 0 of 6 runs done; the same command continues" in out and "0 of 6 runs recorded" in out
 
 
 def test_runs_that_the_deadline_stops_say_how_far_they_are(
@@ -169,6 +170,18 @@ def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytes
     assert [each["seed"] for each in lines(papers / "later")] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("text", ["entries: [", "entries: 3", "- standalone"])
+def test_a_file_that_is_no_campaign_is_refused(papers: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (papers / "campaign.yaml").write_text(text)
+    assert command(papers) == 2
+    assert "is not a campaign" in capsys.readouterr().err
+
+
+def test_a_deadline_is_a_number(papers: Path) -> None:
+    with pytest.raises(SystemExit):
+        command(papers, "--minutes", "nan")
+
+
 def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(papers, "--methods", "fedprot") == 2
     assert "fedproto" in capsys.readouterr().err
@@ -186,6 +199,30 @@ def test_runs_train_together_as_asked(papers: Path, monkeypatch: pytest.MonkeyPa
     for more in ((), ("--together", "1"), ("--together", "3")):
         assert command(papers, *more) == 0
     assert asked == [None, 1, 3]
+
+
+def test_a_folder_with_another_run_costs_no_other_run(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = papers / "work" / "runs" / "tiny-n10-cifar10-standalone-seed1"
+    other.mkdir(parents=True)
+    (other / "config.yaml").write_text("rounds: 99\n")
+    assert command(papers, "--methods", "standalone") == 1
+    assert [each["seed"] for each in lines(papers / "new")] == [0, 2]
+    assert "holds a run with rounds 99" in capsys.readouterr().err
+
+
+def test_a_seed_that_is_not_planned_is_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(papers, "--seeds", "1-7") == 2
+    assert "no run has the seed 3: the campaign has 0, 1, 2." in capsys.readouterr().err
+
+
+def test_a_line_that_was_cut_off_spoils_no_other(papers: Path) -> None:
+    """Killed while it wrote the second line, the command writes it again."""
+    runs = read_campaign(papers / "campaign.yaml").runs()
+    append(record(runs[0], 0.5), papers)
+    with (papers / "tiny.jsonl").open("a") as file:
+        file.write('{"entry":"tiny","sett')
+    append(record(runs[1], 0.6), papers)
+    assert list(read_records([papers])) == [runs[0].key, runs[1].key]
 
 
 def test_together_needs_the_vectorized_engine(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:

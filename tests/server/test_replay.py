@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -150,6 +151,33 @@ def test_a_linear_layer_s_step_is_that_of_autograd_bit_by_bit(count: int) -> Non
     assert torch.equal(quick.bias, plain.bias)
     assert bool((quick.bias != first).all())
     assert quick.weight.requires_grad
+
+
+def with_frozen_bias(layer: nn.Linear) -> nn.Linear:
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+def with_hook(layer: nn.Linear) -> nn.Linear:
+    layer.register_forward_hook(lambda module, given, logits: 3 * logits)
+    return layer
+
+
+@pytest.mark.parametrize("changed", [with_frozen_bias, with_hook, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_linear_layer_that_is_not_plain_trains_as_it_is(changed: Callable[[nn.Linear], nn.Linear]) -> None:
+    """One step from the same start: what torch.optim would make of its own parameters, and of no others."""
+    torch.manual_seed(0)
+    vectors, labels, rows = torch.randn(6, 4), torch.arange(6) % 3, torch.arange(6)
+    layer = changed(nn.Linear(4, 3))
+    start = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    cross_entropy(layer(vectors), labels).mean().backward()
+    slopes = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    sgd_step(layer, vectors, labels, 0.5)(rows, torch.empty(6))
+    for name, parameter in layer.named_parameters():
+        slope = slopes[name]
+        expected = start[name] if slope is None else start[name] - 0.5 * slope
+        torch.testing.assert_close(parameter.detach(), expected)
 
 
 def own_loss(module: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ depend on must be the same, because one method object computes the losses of all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import fields
+from functools import partial
 from math import inf
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from polyfed.engines.stacked.numbers import METHOD, RATE, TRAINING, is_cached
@@ -65,9 +66,15 @@ def _other_method(first: Population, other: Population) -> str | None:
             return f"its task has another {name}"
     if first.task.auxiliary.name != other.task.auxiliary.name:
         return f"its auxiliary network is {other.task.auxiliary.name}, not {first.task.auxiliary.name}"
-    ours, theirs = (_kept(each.method) for each in (first, other))
+    differing = differs_in(first.method, other.method)
+    return f"its method keeps another {differing}" if differing else None
+
+
+def differs_in(one: Method, two: Method) -> str | None:
+    """The first attribute beside their settings in which two methods differ, or None."""
+    ours, theirs = map(_kept, (one, two))
     differing = [name for name in ours.keys() | theirs.keys() if not same(ours.get(name), theirs.get(name))]
-    return f"its method keeps another {min(differing)}" if differing else None
+    return min(differing, default=None)
 
 
 def _kept(method: Method) -> dict[str, Any]:
@@ -85,27 +92,32 @@ def _other_phases(first: Population, other: Population) -> str | None:
     return None if ours == theirs else "its phases are others"
 
 
-def same(one: Any, two: Any) -> bool:
-    """Whether two objects hold the same values; what is neither a value nor holds any (a function) is not compared.
+def same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether two objects hold the same values; what holds none (a function) is not compared.
 
-    >>> same({"a": (1, torch.zeros(2))}, {"a": (1, torch.zeros(2))}), same([1], [2]), same(min, max)
+    `above` are the objects that hold these, which are not looked at again.
+
+    >>> same({"a": (1, [2])}, {"a": (1, [2])}), same([1], [2]), same(min, max)
     (True, False, True)
     """
     if type(one) is not type(two):
         return False
-    if isinstance(one, Tensor):
-        return one.shape == two.shape and torch.equal(one, two)
-    if isinstance(one, nn.Module):
-        return str(one) == str(two) and same(one.state_dict(), two.state_dict())
-    if isinstance(one, Mapping):
-        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(same, one, two))
-    if is_dataclass(one):
-        return all(same(getattr(one, each.name), getattr(two, each.name)) for each in fields(one))
-    if isinstance(one, (*PLAIN, set, frozenset)):
+    if one is two or id(one) in above:
+        return True
+    if isinstance(one, Tensor | np.ndarray):
+        return one.shape == two.shape and bool((one == two).all())
+    if isinstance(one, (int, float, str, bytes, Set)):
         return bool(one == two)
-    return True
+    each = partial(same, above=(*above, id(one)))
+    if isinstance(one, nn.Module):
+        return str(one) == str(two) and each(one.state_dict(), two.state_dict())
+    if isinstance(one, Mapping):
+        return one.keys() == two.keys() and all(each(one[key], two[key]) for key in one)
+    if isinstance(one, Sequence):
+        return len(one) == len(two) and all(map(each, one, two))
+    if callable(one) or not hasattr(one, "__dict__"):
+        return True
+    return each(vars(one), vars(two))
 
 
 def look(network: ClientNetwork) -> list[tuple[str, str, dict[str, Any]]]:

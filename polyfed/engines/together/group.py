@@ -7,7 +7,9 @@ needs a lock, and a run's own code is the same as if it were alone.
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
@@ -27,7 +29,7 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
 PATIENCE = 10.0
-"""Seconds that an interrupted group waits for the work in progress."""
+"""Seconds that an interrupted group waits for its runs to end."""
 
 _current: ContextVar[tuple[Group, str] | None] = ContextVar("current group", default=None)
 
@@ -124,6 +126,8 @@ class Group:
 
     def __init__(self) -> None:
         self._baton = threading.Lock()
+        self._works = 0
+        """The thread that got the baton last."""
         self._size = 1
         self._unfinished: dict[str, None] = {}
         """The runs that have not ended, in their order."""
@@ -164,20 +168,25 @@ class Group:
         return self._errors
 
     def _cancel(self, threads: Iterable[threading.Thread]) -> None:
-        """Let every run end at its next request, and wait a while for that."""
-        self._cancelled = True
+        """Interrupt the run that works, let the others end at their next request, and wait for that a while.
+
+        A thread that still computes when Python ends would abort the process.
+        """
+        self._cancelled, end = True, time.monotonic() + PATIENCE
         begun = [thread for thread in threads if thread.ident is not None]
+        _interrupt(self._works)
         if self._baton.acquire(timeout=PATIENCE):
             for thread in threads:
                 if thread not in begun:  # the others would wait for it
                     self._leave(thread.name)
             self._baton.release()
         for thread in begun:
-            thread.join(PATIENCE)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _do(self, name: str, work: Callable[[], object]) -> None:
         _current.set((self, name))
         with self._baton:
+            self._works = threading.get_ident()
             try:
                 self._check_cancelled()
                 work()
@@ -231,8 +240,11 @@ class Group:
             self._serve()
             if not request.ready.is_set():
                 self._baton.release()
-                request.ready.wait()
-                self._baton.acquire()
+                try:
+                    request.ready.wait()
+                finally:  # even if the interruption was meant for the work before
+                    self._baton.acquire()
+                    self._works = threading.get_ident()
         if request.error is not None:
             raise request.error
         return request.answer
@@ -303,7 +315,7 @@ class Group:
                 places = self._joint.places if self._joint else {}
                 diverged = places[error.client][0] if error.client in places else None
             except Exception as error:
-                return first_line(error) or type(error).__name__
+                return first_line(error.__cause__ or error)  # the cause alone: clients have other numbers in their runs
             kept = {request: own for request, own in found.items() if request.member is not diverged}
             if len(kept) == len(found):
                 return None
@@ -363,3 +375,8 @@ class Group:
         if joint is not None:
             with suppress(RuntimeError):  # a GPU that has failed; the runs will find that out themselves
                 joint.close()
+
+
+def _interrupt(thread: int) -> None:
+    """Raise a KeyboardInterrupt in a thread of that number, as Ctrl-C does in the main thread."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))

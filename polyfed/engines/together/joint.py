@@ -17,7 +17,8 @@ from torch import Tensor
 from polyfed.engines.client.flops import ClientFlops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench
-from polyfed.engines.together.fit import differing_numbers, look
+from polyfed.engines.stacked import Stack
+from polyfed.engines.together.fit import differing_numbers, differs_in, look
 from polyfed.engines.vectorized import VectorizedEngine
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
@@ -140,19 +141,21 @@ class JointEngine(VectorizedEngine):
         self.members = list(members)
         """Those whose runs have not ended."""
         self._beginners.clear()  # whose initial states are those of their runs
-        self._check_networks()
+        self._looks = self._common_looks()
+        """How networks look that have not been tried yet, by name."""
 
     @property
     def _present(self) -> int:
         return sum(len(member.population.data) for member in self.members)
 
-    def _check_networks(self) -> None:
-        """Raise if networks of the same name differ between runs in anything but their states."""
+    def _common_looks(self) -> dict[str, object]:
+        """How networks look, by name; raises if they differ between runs in anything but their states."""
         examples = {(member, member.population.architectures[client].name): client for member, client in self.numbers}
         looks: dict[str, object] = {}
         for (member, name), client in examples.items():
             if (seen := look(member.network(client))) != looks.setdefault(name, seen):
                 raise CannotStack(f"their networks {name} differ in more than their weights")
+        return looks
 
     def _forget_first(self, client: int) -> None:
         member, own = self.places[client]
@@ -163,7 +166,10 @@ class JointEngine(VectorizedEngine):
         return member._client_flops(own)
 
     def _reason_for_the_loop(self, client: int) -> str | None:
-        reason = super()._reason_for_the_loop(client)
+        reason, name = super()._reason_for_the_loop(client), self._architecture(client)
+        untried = self._looks.pop(name, None)
+        if untried is not None and look(self._network(client)) != untried:
+            raise CannotStack(f"the network {name} changes attributes of its own")
         if reason is None:
             return None
         member, own = self.places[client]
@@ -171,6 +177,14 @@ class JointEngine(VectorizedEngine):
             raise CannotStack(reason)
         self.notes.clear()  # the run has just said the same
         return reason
+
+    def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> Stack:
+        stack = super()._stack(clients, round, downloads, keep=keep)
+        for method in {id(people.method): people.method for people, _ in map(self.population.home, clients)}.values():
+            # Whatever sets an attribute sets it in its own run, where the common losses would not find it.
+            if (name := differs_in(method, self.population.method)) is not None:
+                raise CannotStack(f"the method changes '{name}', which it keeps outside of the clients' states")
+        return stack
 
     def _train_one(self, bench: Workbench, client: int, message: Message, round: int) -> Reply:
         member, own = self.places[client]

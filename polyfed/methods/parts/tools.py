@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.errors import BadMessage
+from polyfed.losses import cross_entropy as cross_entropy
 from polyfed.message import Counts, Floats, Labels, Message, Schema, State
 from polyfed.models.frozen import rest_of
 
@@ -17,13 +18,6 @@ if TYPE_CHECKING:
 
 SAMPLES = {"samples": Counts((1,))}
 """Schema of the metadata behind a mean weighted by samples."""
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy, one value per sample."""
-    # Not PyTorch's own, which looks for labels to ignore: that means many small kernels when clients train as one.
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return -nn.functional.log_softmax(logits, 1, dtype=exact).gather(1, labels[:, None])[:, 0]
 
 
 def distance(a: Tensor, b: Tensor, kind: Literal["euclidean", "mse"] = "euclidean") -> Tensor:
