@@ -63,7 +63,7 @@ class VectorizedEngine(LocalEngine):
         """By round and clients, batches that were drawn during the previous round."""
         # The store is looked up when it is needed: a subclass may have another one.
         self._trial = Trial(
-            population, self._network, lambda client: self.store.get(client), self._width, self.notes.append
+            self.population, self._network, lambda client: self.store.get(client), self._width, self.notes.append
         )
         self._limit = LARGEST_COHORT
         self._apart = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.population import Population
 from tests import support
 from tests.support import run
 
@@ -25,6 +27,20 @@ def test_a_network_that_vmap_does_not_take_goes_through_the_loop(tmp_path: Path)
     actual, notes, _ = run(tmp_path, VectorizedEngine, "standalone", models=(Branching,))
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert sum("Branching train one after another" in note for note in notes) == 1
+
+
+def test_samples_are_tried_where_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the engine has a copy of the samples; those of the experiment stay on the CPU."""
+
+    def leave_empty(people: Population) -> Population:
+        moved, meta = replace(people, dataset=replace(people.dataset)), torch.device("meta")
+        for name in ("images", "labels"):
+            object.__setattr__(people.dataset, name, getattr(people.dataset, name).to(meta))
+        return moved
+
+    monkeypatch.setattr(Population, "on_device", leave_empty)
+    _, notes, _ = run(tmp_path, VectorizedEngine, "fedproto", models=(support.Wide,))
+    assert not [note for note in notes if "one after another" in note]
 
 
 class TrainsDoubled(support.Wide):
