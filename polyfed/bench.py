@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,8 @@ from polyfed.server.training import eager
 
 CLASSES, IMAGES = 10, 640
 WARM_UP = 2
+LONG_ENOUGH = 20
+"""Seconds of the plain loop after which no further round of it is timed."""
 SHAPES_SEEN = 30
 """Rounds after which a GPU has met nearly all sizes of cohorts, where new participants are drawn in every round."""
 
@@ -213,18 +215,27 @@ def _measured(
 def plain_times(case: Case, device_name: str, participants: Sequence[Sequence[int]]) -> list[float]:
     """The plain loop's seconds for the same steps: hand-written for Standalone, the sequential engine for others.
 
-    Nothing is captured in either, on clients or on the server. The sequential engine, where a round can take long, is
-    timed for two rounds at most.
+    Nothing is captured in either, on clients or on the server. No further round begins after `LONG_ENOUGH` seconds.
     """
     device = find_device(device_name)
     if case.method == "standalone":
         one_round = plain_round(setting(case, "sequential", device_name)[1])
-        for everyone in participants:  # once before the clock runs, to build the networks
+        for everyone in {tuple(each) for each in participants}:  # before the clock runs, to build the networks
             one_round(everyone)
-        return [timed(partial(one_round, everyone), device) for everyone in participants]
+        return _times((partial(one_round, everyone) for everyone in participants), device)
     with federation(case, "sequential", device_name) as (run, _), eager():
         run.round(1)
-        return [timed(partial(run.round, number), device) for number in (2, 3)[: len(participants)]]
+        return _times((partial(run.round, number) for number in range(2, len(participants) + 2)), device)
+
+
+def _times(rounds: Iterable[Callable[[], object]], device: torch.device) -> list[float]:
+    """The seconds of each round, until they are enough."""
+    times: list[float] = []
+    for one in rounds:
+        times.append(timed(one, device))
+        if sum(times) >= LONG_ENOUGH:
+            break
+    return times
 
 
 def peak_memory(device: torch.device) -> int | None:
