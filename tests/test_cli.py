@@ -322,6 +322,22 @@ def test_help_is_plain_text_of_80_columns(
     assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "").replace("FILE.yaml}...", "")
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("bench",), "the engine to measure  [default: auto]"),
+        (("compare",), "[default: standalone]"),
+        (("reproduce",), "[default: small]"),
+        (("server", "run"), ""),
+        (("site", "run"), ""),
+    ],
+)
+def test_help_has_no_escapes(shell: Shell, command: tuple[str, ...], words: str) -> None:
+    """Typer escapes brackets for Rich, which is not what prints them here."""
+    text = shell(*command, "--help").output
+    assert "\\" not in text and words in text
+
+
 def test_help_describes_every_option(shell: Shell) -> None:
     ended = shell("run", "--help")
     assert ended.status == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from polyfed.early import importing
 
@@ -37,6 +37,13 @@ GROUPS = {
     "site": "Take part in a real federation, with your own data and network.",
 }
 """Groups of commands, each the `app` of the module of that name, and their help."""
+
+
+class PlainCommand(TyperCommand):
+    """A command with plain help: versions of Typer escape `[default: …]` for Rich even where markup is off."""
+
+    def get_help(self, ctx: Any) -> str:
+        return super().get_help(ctx).replace("\\[", "[")
 
 
 class Commands(TyperGroup):
@@ -73,7 +80,7 @@ def _load(name: str) -> Any:
         group.name, group.help = name, GROUPS[name]
         return group
     own = typer.Typer(add_completion=False, rich_markup_mode=None)
-    own.command(name)(_imported(*COMMANDS[name].split(":")))
+    own.command(name, cls=PlainCommand)(_imported(*COMMANDS[name].split(":")))
     return typer.main.get_command(own)
 
 

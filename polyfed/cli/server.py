@@ -9,6 +9,7 @@ import typer
 
 from polyfed.cli.base import Quiet, Trust, complete_method, out_console, watch
 from polyfed.cli.keys import keys
+from polyfed.cli.lazy import PlainCommand
 from polyfed.deploy.templates import federation_text
 from polyfed.errors import InputError
 from polyfed.report import tables
@@ -66,6 +67,6 @@ def _stopped(file: Path) -> str:
     return f"stopped at once; `polyfed server run {file}` continues."
 
 
-app.command("init")(init)
-app.command("keys")(keys)
-app.command("run")(run)
+app.command("init", cls=PlainCommand)(init)
+app.command("keys", cls=PlainCommand)(keys)
+app.command("run", cls=PlainCommand)(run)

@@ -10,6 +10,7 @@ import typer
 from polyfed.addresses import trusting
 from polyfed.cli.base import AsJson, Quiet, Trust, error_console, out_console, show_list, watch
 from polyfed.cli.export import Format, show_exported
+from polyfed.cli.lazy import PlainCommand
 from polyfed.deploy import show
 from polyfed.deploy.announce import announce
 from polyfed.deploy.member import read_member
@@ -92,7 +93,7 @@ def export(
         show_exported(export_model(read_member(file, trust=trust), out, format), out)
 
 
-app.command("init")(init)
-app.command("check")(check)
-app.command("run")(run)
-app.command("export")(export)
+app.command("init", cls=PlainCommand)(init)
+app.command("check", cls=PlainCommand)(check)
+app.command("run", cls=PlainCommand)(run)
+app.command("export", cls=PlainCommand)(export)
