@@ -7,7 +7,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from polyfed.cli.base import AsJson, error_console, out_console, show_list, watch
+from polyfed.cli.base import AsJson, Together, error_console, out_console, show_list, watch
 from polyfed.errors import InputError, RunError, unknown_name
 from polyfed.reproduce.recipes import SCALES, ScaleName, find_recipe
 
@@ -29,6 +29,7 @@ def reproduce(
         str | None, typer.Option(metavar="NUMBERS", help="such as 0-2 (default: the paper's number of trials, else 0)")
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="NUMBER", help="runs side by side")] = 1,
+    together: Together = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")] = None,
     engine: Annotated[str | None, typer.Option(help="where clients train")] = None,
     data_folder: Annotated[
@@ -59,7 +60,7 @@ def reproduce(
         quiet or as_json or jobs > 1 or not out_console.is_terminal,
         lambda watcher: run_recipe(
             name, folder, scale=cast(ScaleName, scale), methods=_names("--methods", methods),
-            settings=_names("--settings", settings), seeds=seeds, jobs=jobs, watcher=watcher,
+            settings=_names("--settings", settings), seeds=seeds, jobs=jobs, together=together, watcher=watcher,
             tell=lambda line: None if quiet else error_console.print(line, soft_wrap=True),
             **{setting: value for setting, value in machine.items() if value is not None},
         ),

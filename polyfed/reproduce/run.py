@@ -15,6 +15,7 @@ import pandas as pd
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.plan import Cell, check_seeds
 from polyfed.comparison.runner import run_cells
+from polyfed.comparison.together import most_together
 from polyfed.errors import InputError, unknown_name
 from polyfed.methods import METHODS
 from polyfed.records import disk
@@ -60,13 +61,16 @@ def reproduce(
     settings: Sequence[str] | None = None,
     seeds: Sequence[int] | str | None = None,
     jobs: int = 1,
+    together: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
     watcher: Watcher | None = None,
     **machine: Any,
 ) -> Reproduction:
     """Run a recipe, or some of its methods, settings and seeds, and write what came out of it into a folder.
 
-    Finished runs in the folder are used again. `machine` says where to run: device, engine, data_folder.
+    Finished runs in the folder are used again. Up to `together` runs that differ in seeds and numbers only train their
+    clients as one batch; None: as many as make sense on a GPU. `machine` says where to run: device, engine,
+    data_folder.
 
     >>> reproduce("fedssa-table2", "out", scale="smoke", methods=["standalone", "fedssa"])    # doctest: +SKIP
     """
@@ -84,11 +88,13 @@ def reproduce(
         for experiment in [recipe.experiment(method, setting, scale, **machine)]
         for seed in used
     ]
+    for cell in cells:
+        most_together(cell.config, together)  # refuses what can't be, before the folder is made
     warning = _warning(recipe, rows[-1], columns[0], scale) if scale != "paper" else ""
     folder = _claimed(Path(out), recipe, scale)
     if warning:
         tell(warning)
-    failures = run_cells(cells, folder, jobs=jobs, together=1, tell=tell, watcher=watcher)
+    failures = run_cells(cells, folder, jobs=jobs, together=together, tell=tell, watcher=watcher)
     done = [cell for cell in cells if cell.name not in failures]
     table = _with_differences([_row(recipe, scale, own, folder, failures) for own in _by_cell(cells)], recipe)
     figure = _series(recipe, done, folder)

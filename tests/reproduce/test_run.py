@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from polyfed import api
+from polyfed.engines.together.joint import JointEngine
+from polyfed.errors import InputError
+from polyfed.reproduce import run as running
 from polyfed.reproduce.measures import costs, measured, series
 from polyfed.reproduce.recipes import Compare, Recipe, find_recipe, recipes
 from polyfed.reproduce.run import COLUMNS, _with_differences, reproduce
@@ -170,6 +174,49 @@ def test_the_same_command_uses_finished_runs_again(out: Path) -> None:
     assert told[0].startswith("NOT THE PAPER'S SETTING")
 
 
+def test_seeds_that_train_together_give_the_same_table(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seeds of a method are a group of 8 clients. Stopped in the second group, the command repeats only that."""
+    trained: list[int] = []
+    answers = JointEngine.answers
+
+    def counted(self: JointEngine, round: int, downloads: Any) -> Any:
+        trained.append(len(downloads))
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return answers(self, round, downloads)
+
+    monkeypatch.setattr(JointEngine, "answers", counted)
+    asked = ("fedssa-table2", "--scale", "smoke", "--methods", "standalone,fedproto", "--seeds", "0-1")
+    asked = (*asked, "--device", "cpu", "--engine", "vectorized")
+    assert shell("reproduce", *asked, "--out", str(tmp_path / "alone")).status == 0
+    assert trained == []
+    joint = ("reproduce", *asked, "--together", "2", "--out", str(tmp_path / "joint"))
+    assert shell(*joint).status == 130
+    finished = sorted(path.parent.name[:10] for path in (tmp_path / "joint").glob("runs/*/summary.json"))
+    assert finished == ["standalone", "standalone"]
+    assert shell(*joint).status == 0
+    assert trained == [8, 8, 8]
+    alone, together = (pd.read_csv(tmp_path / way / "reproduction.csv") for way in ("alone", "joint"))
+    pd.testing.assert_frame_equal(together, alone, check_exact=False, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("more", "together"), [((), None), (("--together", "1"), 1)])
+def test_how_many_runs_train_together_is_left_to_polyfed_or_the_user(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], together: int | None
+) -> None:
+    asked = []
+
+    def run_cells(*given: Any, **rest: Any) -> dict[str, str]:
+        asked.append(rest["together"])
+        raise InputError("that is all.")
+
+    monkeypatch.setattr(running, "run_cells", run_cells)
+    shell("reproduce", "fedssa-table2", "--scale", "smoke", "--out", str(tmp_path / "out"), *more)
+    assert asked == [together]
+
+
 def test_the_command_prints_ours_beside_theirs(shell: Shell, out: Path) -> None:
     arguments = ("fedssa-table2", "--scale", "smoke", "--methods", "standalone,fedproto", "--seeds", "0-1")
     ended = shell("reproduce", *arguments, "--out", str(out))
@@ -205,6 +252,8 @@ def test_the_list_names_every_recipe_and_its_sources(shell: Shell) -> None:
         (["fedssa-table2", "--seeds", "0..2"], "seeds are '0..2', but must be numbers"),
         (["fedssa-table2", "--seeds", "1,1"], "seed 1 is given twice"),
         (["fedssa-table2", "--jobs", "0"], "jobs is 0"),
+        (["fedssa-table2", "--scale", "smoke", "--together", "0"], "together is 0, but must be"),
+        (["fedssa-table2", "--scale", "smoke", "--device", "cpu", "--together", "2"], "only the vectorized engine"),
         (["fedssa-table2", "--out", ""], "--out is empty"),
         ([NOT_YET[0]], f"{NOT_YET[0]} can't be reproduced yet"),
         ([], "reproduce needs the name of a recipe"),
