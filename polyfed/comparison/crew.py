@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import IO, Any
 
@@ -34,17 +35,20 @@ class Worker:
             start_new_session=True,  # Ctrl-C on the terminal is for the parent, which lets workers end their rounds
         )  # fmt: skip
 
-    def do(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Give a task and wait for the answer; None if the worker has died."""
+    def do(self, task: Mapping[str, Any], hear: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """Give a task and wait for the answer; None if the worker has died. Until then, `hear` gets its notes."""
         assert self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write(json.dumps(task) + "\n")
             self._process.stdin.flush()
         except (OSError, ValueError):  # it has died, or was told to stop
             return None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
-        return answer
+        while (line := self._process.stdout.readline()).endswith("\n"):
+            answer: dict[str, Any] = json.loads(line)
+            if "note" not in answer:
+                return answer
+            hear(answer)
+        return None
 
     def epitaph(self) -> str:
         """What a dead worker died of."""
@@ -97,7 +101,7 @@ class Crew:
     def work(
         self, tasks: Mapping[str, Mapping[str, Any]], stop_requested: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Do all tasks; gives each one's name and answer when it is done."""
+        """Do all tasks; gives each one's name and answer when it is done, and before that its notes."""
         left = deque(tasks.items())
         self._hands = [threading.Thread(target=self._hand, args=(left,), daemon=True) for _ in range(self._number)]
         for hand in self._hands:
@@ -145,18 +149,21 @@ class Crew:
                 except IndexError:
                     break
                 worker = worker or self._hire()
-                answer = worker.do(task) if worker else None
+                answer = worker.do(task, partial(self._pass_on, name)) if worker else None
                 if worker and answer is None and not self._stopping:
                     answer = {"reason": worker.epitaph()}
                     self._dismiss(worker)
                     worker = None
                 if answer is not None and not answer.get("stopped"):
-                    self._answers.put((name, answer))
+                    self._pass_on(name, answer)
         finally:
             if worker:
                 worker.stop()
                 self._dismiss(worker)
             self._answers.put(None)
+
+    def _pass_on(self, name: str, answer: dict[str, Any]) -> None:
+        self._answers.put((name, answer))
 
     def _hire(self) -> Worker | None:
         with self._lock:

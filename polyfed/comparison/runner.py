@@ -55,8 +55,9 @@ def run_cells(
     Finished runs stay as they are, interrupted ones are resumed, and a failed one does not stop the others. `jobs`
     runs at a time are in processes of their own; a single one in this process. Up to `together` runs of one kind train
     their clients in the same cohorts; none: as many as make sense on a GPU. `tell` gets a line per finished
-    run, `watcher` hears of the rounds in this process and may ask to stop. Raises `Interrupted` after Ctrl-C, and
-    `InputError` if all runs fail for the same wrong input. `data` and `models` are those that came from Python.
+    run, `watcher` hears of the rounds in this process and of all notes, and may ask to stop. Raises `Interrupted` after
+    Ctrl-C, and `InputError` if all runs fail for the same wrong input. `data` and `models` are those that came from
+    Python.
     """
     if jobs < 1:
         raise InputError(f"jobs is {jobs}, but must be a whole number at least 1.")
@@ -224,6 +225,9 @@ def _side_by_side(
     with Crew(jobs) as crew:
         try:
             for task, answer in crew.work(tasks, lambda: watcher.stop_requested):
+                if "note" in answer:
+                    watcher.on_note(answer["note"])
+                    continue
                 for cell in by_task[task]:
                     found = answer.get("runs", {}).get(cell.name, answer)  # a worker that died answers for all
                     if found.get("stopped"):

@@ -1,4 +1,4 @@
-"""A worker process: reads tasks as lines of JSON, finishes the runs of each, and answers in a line.
+"""A worker process: reads tasks as lines of JSON, finishes the runs of each, and answers in a line, after its notes.
 
 When its input ends, because it was told to stop or because its parent has died, the run stops after its round.
 """
@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,9 +18,26 @@ import torch
 
 from polyfed.addresses import trusting
 from polyfed.comparison.runner import finish_group, reason_of
+from polyfed.comparison.together import Named
 from polyfed.config import Experiment, experiment
 from polyfed.errors import InputError
 from polyfed.server.federation import Interrupted, Watcher
+
+
+class Teller(Watcher):
+    """Tells the parent what is noted, as it happens; runs that train together are in threads of their own."""
+
+    def __init__(self, answers: IO[str]) -> None:
+        self._answers, self._lock = answers, threading.Lock()
+
+    def tell(self, answer: dict[str, Any]) -> None:
+        with self._lock:
+            self._answers.write(json.dumps(answer) + "\n")
+            self._answers.flush()
+
+    def on_note(self, note: str) -> None:
+        with suppress(OSError):  # a parent that has died hears nothing, and the run stops in order
+            self.tell({"note": note})
 
 
 def main() -> None:
@@ -29,11 +47,10 @@ def main() -> None:
     os.dup2(2, 1)
     threads = int(sys.argv[1])
     torch.set_num_threads(threads)
-    watcher, tasks = Watcher(), queue.Queue[str | None]()
+    watcher, tasks = Teller(answers), queue.Queue[str | None]()
     threading.Thread(target=_read, args=(sys.stdin, tasks, watcher), daemon=True).start()
     while (line := tasks.get()) is not None:
-        answers.write(json.dumps(_do(json.loads(line), threads, watcher)) + "\n")
-        answers.flush()
+        watcher.tell(_do(json.loads(line), threads, watcher))
 
 
 def _read(lines: IO[str], tasks: queue.Queue[str | None], watcher: Watcher) -> None:
@@ -47,7 +64,7 @@ def _do(task: dict[str, Any], threads: int, watcher: Watcher) -> dict[str, Any]:
     """Finish the runs of a task, and say what came of each."""
     try:
         runs = {name: (_config(run["config"], threads), Path(run["path"])) for name, run in task.items()}
-        found = finish_group(runs, watcher)
+        found = finish_group(runs, watcher if len(runs) > 1 else Named(watcher, *runs, leads=True))
     except Exception as error:  # the answer is what the parent names
         found = dict.fromkeys(task, error)
     return {"runs": {name: _answer(found.get(name)) for name in task}}

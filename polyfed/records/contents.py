@@ -125,6 +125,11 @@ class RunContents:
         lines = (disk.read(self.path / "events.jsonl") or b"").split(b"\n")
         return [event for line in lines if (event := event_of(line)) is not None]
 
+    def notes(self) -> list[str]:
+        """What was noted about the run, not about clients, each once: such as that clients train one after another."""
+        found = (e["note"] for e in self.events() if e["event"] == "note" and not e.keys() & {"client", "clients"})
+        return list(dict.fromkeys(found))
+
     def summary(self) -> dict[str, Any]:
         """summary.json; a run that has not ended has none."""
         if not self.finished:

@@ -1,4 +1,4 @@
-"""A network that ends its process once, as a machine short of memory does."""
+"""Networks that give trouble: one ends its process once, one can't be stacked."""
 
 import os
 import signal
@@ -18,3 +18,10 @@ class Deadly(Narrow):
             return super().forward(x)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
+
+
+class Branching(Narrow):
+    """Its forward decides on the data, so its clients train one after another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool(x.sum() > -1e9) else super().forward(-x)

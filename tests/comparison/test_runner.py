@@ -164,6 +164,29 @@ def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, mo
     assert accuracies(tmp_path / "side", longer) == accuracies(tmp_path / "alone", longer)
 
 
+class Hears(Watcher):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_note(self, note: str) -> None:
+        self.notes.append(note)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_note_comes_from_another_process_too(tmp_path: Path, together: int) -> None:
+    """Whether runs train together there or not, each note has the name of its run."""
+    network = "tests.comparison.networks:Branching"
+    cells = small(["standalone"], [0, 1], models=network, engine="vectorized")
+    watcher = Hears()
+    assert run_cells(cells, tmp_path, jobs=2, together=together, watcher=watcher) == {}
+    for cell in cells:
+        own = [note for note in watcher.notes if note.startswith(f"{cell.name}: clients with {network} train one")]
+        assert len(own) == 1, watcher.notes
+        assert own[0].partition(": ")[2] in RunFolder.open(tmp_path / "runs" / cell.name).notes()
+
+
 @pytest.mark.parametrize("setting", ["engine", "models"])
 def test_code_that_only_a_run_s_file_names_is_never_imported(
     tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
