@@ -56,9 +56,13 @@ def run(method: str, number: int, data: Dataset, folder: Path, options: argparse
     )  # fmt: skip
 
 
-def check_together(run: RunFolder) -> None:
-    """Raise if a run did not train with the others, because the comparison would be of something else."""
-    notes = [event["note"] for event in run.events() if event["event"] == "note"]
+def notes_of(folder: Path) -> list[str]:
+    """What the engine noted in the runs of a folder, such as that clients of a network train one after another."""
+    return list(dict.fromkeys(note for path in sorted(folder.iterdir()) for note in RunFolder.open(path).notes()))
+
+
+def check_together(notes: Sequence[str]) -> None:
+    """Raise if runs did not train with the others, because the comparison would be of something else."""
     for note in notes:
         if "together" in note:
             raise RuntimeError(note)
@@ -89,8 +93,8 @@ def measure(method: str, data: Dataset, options: argparse.Namespace) -> dict[str
         failed = Group().run(works)
         for error in failed.values():
             raise error
-        for number in range(options.runs):
-            check_together(RunFolder.open(Path(folder) / "together" / f"{method}-{number}"))
+        check_together(notes_of(Path(folder) / "together"))
+        notes = dict.fromkeys(note for way in ("alone", "together") for note in notes_of(Path(folder) / way))
     one_by_one = [seconds_per_round([clock]) for clock in alone]
     one, together = sorted(one_by_one)[len(one_by_one) // 2], seconds_per_round(clocks)
     return {
@@ -100,6 +104,7 @@ def measure(method: str, data: Dataset, options: argparse.Namespace) -> dict[str
         f"{options.runs} one after another": sum(one_by_one),
         "together ÷ one run": together / one,
         "one after another ÷ together": sum(one_by_one) / together,
+        "notes": list(notes),
     }
 
 
@@ -122,11 +127,14 @@ def main() -> None:
         console.print_json(json.dumps({"machine": machine_name(torch.device(options.device)), "rows": rows}))
         return
     table = Table(title=f"seconds per round, {machine_name(torch.device(options.device))}")
+    notes = [f"note on {row['method']}: {note}" for row in rows for note in row.pop("notes")]
     for name in rows[0]:
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     console.print(table)
+    for note in notes:
+        console.print(note, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

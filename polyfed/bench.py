@@ -82,6 +82,8 @@ class Measurement:
     ratio: float | None = None
     """How many times faster than the plain loop."""
     times: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the engine could not do as it should, such as training clients together."""
 
 
 def noise(count: int) -> Dataset:
@@ -200,6 +202,7 @@ def _measured(
             times.append(timed(partial(run.round, number), device))
         first, times = times[:warm_up], times[warm_up:]
         rounds = [event for event in run.folder.events() if event["event"] == "round"][warm_up:]
+        notes = run.folder.notes()
         training = sum(event["training_seconds"] for event in rounds)
         participants = [run.participants(number) for number in numbers][warm_up:]
         samples = (run.profiles[client].train_samples or 0 for client in participants[0])
@@ -207,7 +210,7 @@ def _measured(
     seconds = median(times)
     result = Measurement(
         case.name, case.method, runner.name, seconds, steps / seconds, 1 - training / sum(times),
-        sum(first) - warm_up * seconds, peak_memory(device), times=times,
+        sum(first) - warm_up * seconds, peak_memory(device), times=times, notes=notes,
     )  # fmt: skip
     return result, participants
 

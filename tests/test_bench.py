@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from statistics import median
 
 import pytest
 
 from polyfed import bench
+from polyfed.addresses import trusting
+from polyfed.report.tables import measurement_line, measurements_table
 
 
 @pytest.mark.parametrize("method", ["standalone", "fedproto"])
@@ -23,6 +26,21 @@ def test_a_case_is_measured_against_the_plain_loop(method: str, monkeypatch: pyt
     assert 0 <= result.outside < 1
     with bench.federation(case, "threads", "cpu") as (run, _):
         assert asked == [run.participants(number) for number in (2, 3)]  # the same that the engine trained
+
+
+@pytest.mark.parametrize(("models", "slow"), [("tests.comparison.networks:Branching", True), ("cnn5", False)])
+def test_an_engine_that_falls_back_to_the_loop_says_so(
+    models: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it comes, in the table, and for programs."""
+    monkeypatch.setattr(bench, "IMAGES", 70)
+    case = bench.Case("tiny", models=models, clients=3, plain=False)
+    with trusting(True):
+        result = bench.measure(case, "vectorized", "cpu", repeats=1, warm_up=1)
+    words = f"note on tiny: clients with {models} train one after another"
+    for shown in (measurement_line(result), str(measurements_table("a machine", [result]).caption)):
+        assert (words in shown) == slow and ("note" in shown) == slow
+    assert len(asdict(result)["notes"]) == slow
 
 
 def test_more_than_a_hundred_clients_share_images() -> None:

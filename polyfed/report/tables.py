@@ -180,9 +180,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def measurement_line(result: Measurement) -> str:
-    """One measured case in a line, as it comes."""
+    """One measured case in a line, as it comes, with a line for each note of the engine."""
     ratio = f", {result.ratio:.1f} times the plain loop" if result.ratio else ""
-    return f"{result.case}: {result.seconds:.4f} s per round{ratio}"
+    return "\n".join([f"{result.case}: {result.seconds:.4f} s per round{ratio}", *_notes_of(result)])
+
+
+def _notes_of(result: Measurement) -> list[str]:
+    return [f"note on {result.case}: {note}" for note in result.notes]
 
 
 def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
@@ -205,11 +209,12 @@ def measurements_table(machine: str, results: Sequence[Measurement]) -> Table:
     table.columns[0].no_wrap = False
     for column in table.columns[1:]:
         column.no_wrap, column.justify = True, "right"
+    notes = "".join(f"\n{note}" for result in results for note in _notes_of(result))
     return _captioned(
         table,
         f"{machine}. A step is one batch of one client; outside: the share of a round that is not training; "
         "warm-up: by how many seconds the first rounds took longer; plain: the eager loop doing the same steps; "
-        "faster: how many times.",
+        f"faster: how many times.{notes}",
     )
 
 
