@@ -20,6 +20,8 @@ from polyfed.reproduce.recipes import Compare
 RESULTS = FOLDER / "results"
 WHEN = ("last", "last-tenth", "best")
 AVERAGES = ("mean", "weighted", "participants")
+NOTE = 200
+"""Characters of a note."""
 Record = dict[str, Any]
 Key = tuple[str, str, str, int]
 
@@ -47,12 +49,22 @@ def record_of(run: Run, path: Path, *, commit: str | None, margins: bool = False
         "rounds": sorted(int(round) for round in evaluations["round"].unique()),
         "curves": {rule: _of(rows, "test")["accuracy_mean"].round(4).tolist() for rule, rows in by_rule.items()},
         "clients": clients.sort_values("client")["accuracy_final"].round(4).tolist(),
+        "notes": [in_a_line(note) for note in folder.notes()],
     }  # fmt: skip
     if margins:
         found = list(series("margins", path, Compare(), None))
         record["margins"] = [[round(row["client_margin"], 3), round(row["global_margin"], 3)] for row in found]
     plain: Record = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no NaN
     return plain
+
+
+def in_a_line(note: str) -> str:
+    """
+    >>> in_a_line("too\\n  long: " + "a" * 300)[:12], len(in_a_line("a" * 300))
+    ('too long: aa', 200)
+    """
+    words = " ".join(note.split())
+    return words if len(words) <= NOTE else words[: NOTE - 1] + "…"
 
 
 def _of(rows: pd.DataFrame, part: str) -> pd.DataFrame:

@@ -11,31 +11,56 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from papers.campaign import FOLDER, Campaign, read_campaign
-from papers.records import RESULTS, append, check, check_settings, line_of, read_records, record_of
+from papers.records import RESULTS, append, check, check_settings, in_a_line, line_of, read_records, record_of
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
 from polyfed.errors import InputError, PolyfedError, unknown_name
 from polyfed.records import RunFolder, disk
 from polyfed.server.federation import Interrupted, Watcher
 
+CLIENTS = re.compile(r"\b(clients?|round) \d+(?:(?:, | and )\d+)*(?: others)?")
+"""What differs between notes that say the same of other clients or in another round."""
 
-class Deadline(Watcher):
-    """Asks all runs to stop after their current round when the time is up."""
 
-    def __init__(self, minutes: float) -> None:
-        self._end = time.monotonic() + 60 * minutes
+class Overseer(Watcher):
+    """Asks all runs to stop after their current round when the time is up, and prints what they note, each note once.
+
+    Notes say for example that a network's clients train one after another, which may take many times as long.
+    """
+
+    def __init__(self, minutes: float, names: Collection[str]) -> None:
+        self._end, self._names = time.monotonic() + 60 * minutes, set(names)
+        self._runs: dict[str, set[str]] = {}
+        """By note, the runs that have it."""
+        self._lock = threading.Lock()  # runs that train together are in threads of their own
 
     @property
     def stop_requested(self) -> bool:  # type: ignore[override]
         return time.monotonic() >= self._end
+
+    def on_note(self, note: str) -> None:
+        name, _, words = note.partition(": ")
+        if name not in self._names:  # a run in this process, beside no other
+            name, words = self.folder.name if self.folder else "", note
+        line = in_a_line(CLIENTS.sub(r"\1 …", words))
+        with self._lock:
+            if line not in self._runs:
+                print(f"note of {name}: {line}", flush=True)
+            self._runs.setdefault(line, set()).add(name)
+
+    def summary(self) -> list[str]:
+        """For each note, how many runs have it."""
+        return [f"noted by {len(runs)} of {len(self._names)} runs: {line}" for line, runs in self._runs.items()]
 
 
 class Recorder:
@@ -150,15 +175,16 @@ def run(given: argparse.Namespace) -> int:
         disk.make_folder(folder)
     total = len(recorder.left)
     recorder.sweep()
+    overseer = Overseer(given.minutes, recorder.left)
     try:
         recorder.failures |= run_cells(
             [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
-            watcher=Deadline(given.minutes), together=given.together,
+            watcher=overseer, together=given.together,
         )  # fmt: skip
     except Interrupted as stop:  # the deadline, or Ctrl-C
         print(stop)
     recorder.sweep()
-    for line in recorder.unfinished():
+    for line in [*overseer.summary(), *recorder.unfinished()]:
         print(line)
     for name, reason in recorder.failures.items():
         print(f"{name} failed: {reason}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Runs on digits travel from the command to the page: run, record, collect, render."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,16 +139,47 @@ def test_runs_that_the_deadline_stops_say_how_far_they_are(
 ) -> None:
     """The deadline is over after the first of three rounds."""
     (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
-    monkeypatch.setattr(running.Deadline, "stop_requested", False)
+    monkeypatch.setattr(running.Overseer, "stop_requested", False)
     monkeypatch.setattr(
-        running.Deadline,
+        running.Overseer,
         "on_round",
-        lambda deadline, *round: monkeypatch.setattr(type(deadline), "stop_requested", True),
+        lambda overseer, *round: monkeypatch.setattr(type(overseer), "stop_requested", True),
     )
     assert command(papers, "--methods", "standalone") == 0
     said = capsys.readouterr().out
     assert re.search(r"standalone.*seed0: 1 of 3 rounds, [\d.e-]+ s a round", said), said
     assert "0 of 3 runs recorded" in said
+
+
+@pytest.mark.parametrize("more", [(), ("--jobs", "2"), ("--together", "3")])
+def test_what_a_run_notes_is_printed_once_and_recorded(
+    papers: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network that falls back to the loop must not be slow in silence, in whichever process it trains."""
+    changed = "changes: {models: 'tests.comparison.networks:Branching', engine: vectorized, "
+    (papers / "campaign.yaml").write_text(TINY.replace("changes: {", changed))
+    assert command(papers, "--methods", "standalone", *more) == 0
+    said = capsys.readouterr().out.splitlines()
+    words = "clients with tests.comparison.networks:Branching train one after another: "
+    first, every = ([line for line in said if line.startswith(start)] for start in ("note of tiny-", "noted by "))
+    assert len(first) == len(every) == 1 and words in first[0] and len(first[0]) < 260
+    assert every[0].startswith(f"noted by 3 of 3 runs: {words}")
+    assert said.index(first[0]) < next(place for place, line in enumerate(said) if line.startswith("1 of 3: "))
+    assert [len(each["notes"]) for each in lines(papers / "new")] == [1, 1, 1]
+    assert all(each["notes"][0].startswith(words) for each in lines(papers / "new"))
+
+
+def test_notes_about_other_clients_are_not_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    overseer = running.Overseer(math.inf, ["one", "two"])
+    overseer.on_note("one: clients 0, 1, 2 and 46 others: slow")
+    overseer.on_note("two: client 3: slow")
+    overseer.on_note("one: client 17: slow")
+    overseer.on_note("one: round 12 continues without client 3: late")
+    overseer.on_note("two: round 7 continues without client 30: late")
+    told = ["clients …: slow", "client …: slow", "round … continues without client …: late"]
+    printed = [f"note of {run}: {note}" for run, note in zip(("one", "two", "one"), told, strict=True)]
+    assert capsys.readouterr().out.splitlines() == printed
+    assert overseer.summary() == [f"noted by {n} of 2 runs: {note}" for n, note in zip((1, 2, 2), told, strict=True)]
 
 
 def test_only_what_is_asked_for_is_run(papers: Path) -> None:
