@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -193,12 +194,17 @@ def run(given: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: one sentence and exit status 2 for wrong input."""
+    """The command line: one sentence and exit status 2 for wrong input; a reader that has left ends it quietly."""
     try:
-        return run(_parsed(arguments))
+        status = run(_parsed(arguments))
+        sys.stdout.flush()
+        return status
     except PolyfedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        return 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,6 +183,15 @@ def test_notes_about_other_clients_are_not_printed_again(capsys: pytest.CaptureF
     printed = [f"note of {run}: {note}" for run, note in zip(("one", "two", "one"), told, strict=True)]
     assert capsys.readouterr().out.splitlines() == printed
     assert overseer.summary() == [f"noted by {n} of 2 runs: {note}" for n, note in zip((1, 2, 2), told, strict=True)]
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    """As `| head` does: the pipe has no reader when the first line is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-m", "papers.run"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 def test_only_what_is_asked_for_is_run(papers: Path) -> None:
