@@ -6,6 +6,8 @@ python -m papers.page
 from __future__ import annotations
 
 import io
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,15 +19,19 @@ from papers.tables import (
     Comparison,
     accuracies,
     costs,
+    counted,
     margins,
     markdown,
     other_rules,
     printed,
+    signed,
     spread,
     sweep,
     title_of,
 )
 from polyfed.comparison.pictures import draw_lines
+from polyfed.comparison.statistics import t_interval
+from polyfed.errors import listed
 from polyfed.records import disk
 from polyfed.records.origin import FREE, settings_by_name, shown
 from polyfed.report import drawing
@@ -37,6 +43,12 @@ ROUNDS = {
     "best": "best round on test samples",
 }
 LEFT = "Comparisons that are planned, with the number of runs that have not been made yet."
+FRONT = """## Beside the papers' numbers
+
+Gains over Standalone in points of accuracy: means over {seeds} seeds ± half of the 95 % interval, and in brackets what
+a paper prints. The first row has Standalone's own accuracy. [All tables, and how to read them](docs/results.md)."""
+MOST_NAMES = 20
+"""How many methods without any run are named; of more, only their number is given."""
 NOT_COMPARED = (*(FREE - {"rounds"}), "method", "seed", "eval_every")
 
 
@@ -52,8 +64,12 @@ def comparisons_of(campaign: Campaign, results: Path) -> list[Comparison]:
 
 def page(comparisons: Sequence[Comparison], words: Path) -> str:
     """All of docs/results.md."""
-    left = [[f"`{c.name}`", c.entry.title, str(len(c.runs) - len(c.found))] for c in comparisons if not c.complete]
-    todo = f"## Runs left\n\n{LEFT}\n\n{markdown(['entry', 'what', 'runs'], left, texts=2)}" if left else ""
+    left = [
+        [f"`{each.name}`", each.entry.title, f"{len(each.runs) - len(each.found)} of {len(each.runs)}"]
+        for each in comparisons
+        if not each.complete
+    ]
+    todo = f"## Runs left\n\n{LEFT}\n\n{markdown(['entry', 'what', 'runs left'], left, texts=2)}" if left else ""
     sections = [section(each, words) for each in comparisons if each.found]
     return _blocks([_words(words, "intro"), *sections, todo, _words(words, "earlier")]) + "\n"
 
@@ -67,7 +83,7 @@ def section(given: Comparison, words: Path) -> str:
         picture = f"![{title}](pictures/results-{given.name}.png)"
         tables = [accuracies(given, setting), differences(given, setting), other_rules(given, setting)]
         tables += [margins(given), picture, costs(given)]
-    return _blocks([f"## {title}", status(given), _words(words, given.name), *tables, origin(given)])
+    return _blocks([f"## {title}", status(given), _words(words, given.name), *tables, noted(given), origin(given)])
 
 
 def status(given: Comparison) -> str:
@@ -77,14 +93,25 @@ def status(given: Comparison) -> str:
     reduced = ", ".join(f"{name} {shown(value)}" for name, value in given.entry.smaller.items())
     what = "test sample" if compare.average == "weighted" else "client"
     numbers = f"Accuracy in percent, {ROUNDS[compare.round]}; every {what} counts the same."
-    return " ".join([state, *([f"**Reduced: {reduced}.**"] if reduced else []), numbers])
+    return " ".join([state, *missing(given), *([f"**Reduced: {reduced}.**"] if reduced else []), numbers])
+
+
+def missing(given: Comparison) -> list[str]:
+    """Which rows the tables do not have yet, in sentences."""
+    rows, base = given.missing, given.entry.base
+    if not rows:
+        return []
+    few = len(rows) <= MOST_NAMES
+    names = listed([title_of(row) for row in rows]) if few else f"{len(rows)} of {len(given.order)} rows"
+    return [f"No run yet: {names}.", *([f"Without {title_of(base)} there are no gains."] if base in rows else [])]
 
 
 def differences(given: Comparison, setting: str) -> str:
     """Which of our settings differ from those of the papers' tables beside ours."""
     sentences = []
     for each in given.entry.beside:
-        same = [run for run in given.runs if run.setting == setting and each.named(run.row) in each.of.entry.methods]
+        rows = [row for row in given.rows if each.named(row) in each.of.entry.methods]
+        same = [run for run in given.runs if run.setting == setting and run.row in rows]
         if not same or each.of.compare.what == "floats":
             continue
         run = same[0]
@@ -96,6 +123,13 @@ def differences(given: Comparison, setting: str) -> str:
     return " ".join(sentences)
 
 
+def noted(given: Comparison) -> str:
+    """What runs noted about themselves, such as that clients trained one after another."""
+    notes = Counter(note.replace("`", "'") for record in given.found for note in record.get("notes", []))
+    total = len(given.found)
+    return "\n".join(f"- Noted by {number} of {counted(total, 'run')}: `{note}`" for note, number in notes.items())
+
+
 def origin(given: Comparison) -> str:
     """Versions, machines and days."""
     places = {f"polyfed {r['polyfed']} ({r['commit']}), torch {r['torch']}, {r['machine']}": 0 for r in given.found}
@@ -104,7 +138,7 @@ def origin(given: Comparison) -> str:
 
 
 def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
-    """At most ten lines: our gains and the first published ones, for entries with all seeds of these methods."""
+    """Our gains and the first published ones, for entries with all seeds of these methods."""
     entries, methods, rows = campaign.front.get("entries", []), campaign.front.get("methods", []), []
     chosen = [
         each
@@ -115,12 +149,24 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
         cells = []
         for each in chosen:
             setting, base = each.entry.points[0], each.entry.base
-            theirs = [gain for beside in each.entry.beside for _, gain in [printed(beside, row, setting, base)] if gain]
-            ours = spread(each.values(row, setting)) if row == base else each.gain(row, setting).partition(" ")[0]
-            cells.append(f"{ours} ({theirs[0]})" if ours and theirs else ours)
+            papers = [printed(beside, row, setting, base)[row != base] for beside in each.entry.beside]
+            ours, theirs = short(each, row), next((text for text in papers if text), "")
+            cells.append(f"{ours} ({theirs})" if ours and theirs else ours)
         rows.append([title_of(row), *cells])
     titles = [each.entry.title + ", reduced" * bool(each.entry.smaller) for each in chosen]
-    return markdown(["gain over Standalone (published)", *titles], rows) if chosen else ""
+    words = FRONT.format(seeds=len(campaign.seeds))
+    return f"{words}\n\n{markdown(['method', *titles], rows)}" if chosen else ""
+
+
+def short(given: Comparison, row: str) -> str:
+    """A row's gain with half of its interval, or the base's accuracy."""
+    setting = given.entry.points[0]
+    if row == given.entry.base:
+        return spread(given.values(row, setting)).partition(" ")[0]
+    gains = given.gains(row, setting)
+    found = t_interval(gains)
+    half = "" if math.isnan(found.low) else f" ± {found.high - found.mean:.1f}"
+    return signed(found.mean) + half if gains else ""
 
 
 def with_front(text: str, table: str) -> str:
@@ -131,14 +177,20 @@ def with_front(text: str, table: str) -> str:
 
 
 def draw(given: Comparison, path: Path) -> None:
-    """Mean accuracy by the compared rule over rounds, with a band of one standard deviation."""
+    """Mean accuracy by the compared rule over rounds, with a band of one standard deviation.
+
+    A method has the same colour as in the complete picture, and says so if seeds are missing.
+    """
+    seeds = {row: given.seeds(row, given.entry.points[0]) for row in given.order}
+    names = {row: title_of(row) + f" ({each})" * (row in given.rows and " of " in each) for row, each in seeds.items()}
     curves = pd.concat(
-        pd.DataFrame({"method": title_of(row), "round": r["rounds"], "accuracy": r["curves"][given.rule(row)]})
+        pd.DataFrame({"method": names[row], "round": r["rounds"], "accuracy": r["curves"][given.rule(row)]})
         for row in given.rows
         for r in given.of(row)
     )
     frame = curves.groupby(["method", "round"], sort=False)["accuracy"].agg(accuracy="mean", std="std").reset_index()
-    looks = drawing.looks(title_of(row) for row in given.rows if row != "standalone") | {"Standalone": drawing.ALONE}
+    looks = drawing.looks(names[row] for row in given.order if row != "standalone")
+    looks |= {names[row]: drawing.ALONE for row in given.order if row == "standalone"}
     figure, axes = drawing.new_figure((8, 4.5))
     draw_lines(axes, frame, "round", "accuracy", looks)
     axes.set(xlabel="round", ylabel="accuracy on test samples (%)")

@@ -35,6 +35,11 @@ class Comparison:
         return [row for row in self.order if self.of(row)]
 
     @property
+    def missing(self) -> list[str]:
+        """Rows without any record."""
+        return [row for row in self.order if not self.of(row)]
+
+    @property
     def complete(self) -> bool:
         return len(self.found) == len(self.runs)
 
@@ -59,14 +64,20 @@ class Comparison:
         records = [r for r in self.of(row) if r["setting"] == setting and self.rule(row) == next(iter(r["accuracy"]))]
         return {record["seed"]: 100 * record["own_best"] for record in records}
 
-    def gain(self, row: str, setting: str, rule: str = "") -> str:
-        """The gain over the base, paired by seed, with a 95 % interval from three seeds on."""
+    def gains(self, row: str, setting: str, rule: str = "") -> list[float]:
+        """The gain over the base with each seed that both have; none for the base itself."""
         ours, base = self.values(row, setting, rule=rule), self.values(self.entry.base, setting)
-        shared = sorted(ours.keys() & base.keys())
-        if not shared or (row == self.entry.base and not rule):
+        itself = row == self.entry.base and not rule
+        return [] if itself else [ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())]
+
+    def gain(self, row: str, setting: str, rule: str = "") -> str:
+        """Their mean, with a 95 % interval from three seeds on, and of how many seeds if the row has more."""
+        gains = self.gains(row, setting, rule)
+        if not gains:
             return ""
-        found = t_interval([ours[seed] - base[seed] for seed in shared])
-        return signed(found.mean) + ("" if math.isnan(found.low) else f" ({signed(found.low)} to {signed(found.high)})")
+        found, fewer = t_interval(gains), len(gains) < len(self.values(row, setting, rule=rule))
+        interval = "" if math.isnan(found.low) else f" ({signed(found.low)} to {signed(found.high)})"
+        return signed(found.mean) + interval + f" [{counted(len(gains), 'seed')}]" * fewer
 
     def seeds(self, row: str, setting: str) -> str:
         """How many there are, and of how many if some are missing."""
@@ -75,6 +86,14 @@ class Comparison:
             for keys in ([r.key for r in self.runs if r.key in self.records], [r.key for r in self.runs])
         )
         return str(done) if done == planned else f"{done} of {planned}"
+
+
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "seed"), counted(2, "seed")
+    ('1 seed', '2 seeds')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def signed(value: float, digits: int = 1) -> str:

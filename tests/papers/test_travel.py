@@ -325,7 +325,9 @@ def test_tables_by_hand(papers: Path) -> None:
     assert "| FedProto, by prototypes | 53.0 ± 1.7 | +2.0 (−0.5 to +4.5) |" in other_rules(found, "n10/cifar10")
     assert "| FedProto | 4.00 | 1.50 |" in margins(found)
     assert "| Standalone | 4.0 | 4.0 | 4e-06 | 2 | 3 |" in costs(found)
-    assert front(campaign, [found]).splitlines()[2:] == ["| Standalone | 51.0 ± 1.0 |", "| FedProto | +2.0 (−0.02) |"]
+    shown = front(campaign, [found])
+    assert shown.splitlines()[-2:] == ["| Standalone | 51.0 (96.53) |", "| FedProto | +2.0 ± 2.5 (−0.02) |"]
+    assert shown.startswith("## ") and "means over 3 seeds" in shown and "(docs/results.md)" in shown
 
 
 def test_what_is_missing_is_said(papers: Path) -> None:
@@ -335,7 +337,7 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     comparisons = comparisons_of(campaign, papers / "results")
     text = page(comparisons, papers / "words")
     assert "**Not complete: 4 of 6 runs.**" in text and "| FedProto | 2 of 3 | 50.0 ± 0.0 | 0.0 |" in text
-    assert "| `tiny` | Digits | 2 |" in text
+    assert "| `tiny` | Digits | 2 of 6 |" in text and "No run yet" not in text
     assert front(campaign, comparisons) == ""
     assert with_front("no markers", "table") == "no markers"
     assert "| FedProto | 50.0 ± 0.0 (2 of 3) |" in sweep(comparisons[0])
@@ -343,8 +345,44 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", "fedproto, fedssa]\n    changes"))
     written(papers, lambda run: record(run, 0.5) if run.row != "fedssa" else None)
     comparisons = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
-    assert "**Not complete: 6 of 9 runs.**" in page(comparisons, papers / "words")
-    assert "| FedProto | 0.0 (−0.02) |" in front(campaign, comparisons)  # the front page has only what is complete
+    assert "**Not complete: 6 of 9 runs.** No run yet: FedSSA. **Reduced" in page(comparisons, papers / "words")
+    assert "| FedProto | 0.0 ± 0.0 (−0.02) |" in front(campaign, comparisons)  # the front page has what is complete
+
+
+def test_gains_of_fewer_seeds_say_so(papers: Path) -> None:
+    """FedProto has all three seeds, Standalone only two of them: a gain of 1 and 2 points is 1.5, without interval."""
+    gains = {0: 0.01, 1: 0.02, 2: 0.3}
+
+    def made(run: Run) -> Record | None:
+        return (
+            record(run, 0.5 + gains[run.seed]) if run.row == "fedproto" else record(run, 0.5) if run.seed < 2 else None
+        )
+
+    written(papers, made)
+    (found,) = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
+    rows = accuracies(found, "n10/cifar10").splitlines()[2:]
+    assert rows[0].startswith("| Standalone | 2 of 3 | 50.0 ± 0.0 |  |")
+    assert rows[1].startswith("| FedProto | 3 | 61.0 ± 16.5 | +1.5 [2 seeds] |")
+
+
+def test_what_the_methods_without_runs_would_bring_is_left_out(papers: Path) -> None:
+    """Without the base there are no gains. A table that has none of the methods with runs is not spoken of."""
+    other = "beside: [fedssa-table2, {recipe: fedtgp-table1, setting: practical/cifar10}]"
+    (papers / "campaign.yaml").write_text(TINY.replace("beside: [pfedes-table2, fedssa-table2]", other))
+    written(papers, lambda run: record(run, 0.5) if run.row == "fedproto" else None)
+    text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
+    assert "No run yet: Standalone. Without Standalone there are no gains." in text
+    assert "minus Standalone" not in text and "Unlike FedTGP, Table 1: " in text
+    written(papers, lambda run: record(run, 0.5) if run.row == "standalone" else None)
+    text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
+    assert "No run yet: FedProto. **Reduced" in text
+    assert "Unlike FedSSA, Table 2: " in text and "Unlike FedTGP, Table 1: " not in text
+
+
+def test_the_page_has_what_runs_noted(papers: Path) -> None:
+    written(papers, lambda run: record(run, 0.5, **({"notes": ["slow `x`"]} if run.seed else {})))
+    text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
+    assert "- Noted by 4 of 6 runs: `slow 'x'`\n" in text
 
 
 def test_the_page_is_what_the_records_give() -> None:
