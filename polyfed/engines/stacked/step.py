@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from polyfed.compute import precision, without_search
 from polyfed.data import Dataset
-from polyfed.engines.client.batches import IMAGE, VIEWS, augmented
+from polyfed.engines.client.batches import IMAGE, VIEWS
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.dropout import PREFIX, Masks, dropout_layers, find_calls, masked
+from polyfed.engines.stacked.images import images
 from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.engines.stacked.norms import MaskedNorms
 from polyfed.engines.stacked.numbers import RATE, TRAINING, on
@@ -216,14 +217,13 @@ class PhaseStep:
     def _batch(self, inputs: State) -> State:
         rows = inputs["rows"]
         flat = rows.clamp(min=0).flatten()
-        x = self._dataset.normalise(self._dataset.images.index_select(0, flat))
         draws: dict[str, State] = {}
         for name, tensor in inputs.items():
             purpose, _, kind = name.partition(".")
             if purpose in (IMAGE, *VIEWS):
                 draws.setdefault(purpose, {})[kind] = tensor.flatten(0, 1)
-        images, views = augmented(x, draws)
-        batch = {"x": images, "y": self._dataset.labels.index_select(0, flat)}
+        x, views = images(self._dataset, flat, draws)
+        batch = {"x": x, "y": self._dataset.labels.index_select(0, flat)}
         if views is not None:
             batch["views"] = views
         batch = {name: tensor.unflatten(0, rows.shape) for name, tensor in batch.items()} | {"mask": rows >= 0}
