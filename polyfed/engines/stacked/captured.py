@@ -18,6 +18,10 @@ WORTH_A_SHAPE = 20
 """From this many steps of a smaller cohort, capturing them costs less than making them with all clients."""
 
 
+TABLE = "table"
+"""The name of the tensor with everything that is a whole number for each sample: sample numbers, draws of images."""
+
+
 class Stream:
     """Where the cohorts of one architecture train: on a GPU, beside those of other architectures.
 
@@ -69,11 +73,15 @@ class CapturedStep:
         self._asked: Counter[int] = Counter()
         self._prepared = False
         self._inputs: State = {}
+        self._names: list[str] = []
         self._number = torch.zeros(1, dtype=torch.int64, device=step.total.device)
 
     def run(self, plan: Plan, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
         """Queue all steps of a plan, from a fresh optimiser state; `generators` are the clients' own, for dropout."""
-        if plan.active and not self._prepared:
+        if not plan.active:
+            self.step.reset()
+            return
+        if not self._prepared:
             self.step.prepare(plan.at(0))
             self._prepared = True
         self.step.reset()
@@ -102,7 +110,11 @@ class CapturedStep:
 
     def _load(self, plan: Plan) -> None:
         """Put a plan where the steps look for it, and start with its first step."""
-        for name, tensor in plan.inputs.items():
+        known = dict(plan.inputs)
+        # Whole numbers of samples lie in one tensor, from which a step reads its part at once.
+        self._names = [name for name in known if not name.startswith("drawn.")]
+        known[TABLE] = torch.stack([known.pop(name).long() for name in self._names], 1)
+        for name, tensor in known.items():
             if name not in self._inputs:
                 self._inputs[name] = tensor.new_empty(self._most_steps, *tensor.shape[1:])
             self._inputs[name][: len(tensor)].copy_(tensor)
@@ -110,8 +122,9 @@ class CapturedStep:
 
     def _take(self, count: int, samples: int, masks: State) -> None:
         """The next step, for the first clients; it reads its own number from memory, so a graph of it can too."""
-        chosen = {name: t[:, :count].index_select(0, self._number)[0] for name, t in self._inputs.items()}
-        inputs = {name: tensor[:, :samples] for name, tensor in chosen.items()}
+        chosen = {name: tensor.index_select(0, self._number)[0] for name, tensor in self._inputs.items()}
+        chosen |= dict(zip(self._names, chosen.pop(TABLE), strict=True))
+        inputs = {name: tensor[:count, :samples] for name, tensor in chosen.items()}
         self._parts[count](inputs | {name: mask[:count] for name, mask in masks.items()})
         self._number += 1
 

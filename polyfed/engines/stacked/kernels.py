@@ -74,8 +74,8 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) ->
         channels, out, *kernel, *padding, height, width, _precision(),
         WEIGHT_GRADIENT.pixels, block, _power(out), num_warps=WEIGHT_GRADIENT.warps, num_stages=WEIGHT_GRADIENT.stages,
     )  # fmt: skip
-    total = sums.sum(0).to(x.dtype)
-    return total[..., :-1].unflatten(2, (channels, *kernel)), total[..., -1]
+    weights, biases = (part.sum(0).to(x.dtype) for part in (sums[..., :-1], sums[..., -1]))
+    return weights.unflatten(2, (channels, *kernel)), biases
 
 
 def pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from polyfed.compute import precision, without_search
 from polyfed.data import Dataset
-from polyfed.engines.client.batches import IMAGE, VIEWS, augmented
+from polyfed.engines.client.batches import IMAGE, VIEWS
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.dropout import PREFIX, Masks, dropout_layers, find_calls, masked
+from polyfed.engines.stacked.images import images
 from polyfed.engines.stacked.layers import StackedLayers
 from polyfed.engines.stacked.norms import MaskedNorms
 from polyfed.engines.stacked.numbers import RATE, TRAINING, on
 from polyfed.engines.stacked.sequences import keep_weights_apart
+from polyfed.engines.stacked.sgd import Rates, some, update
 from polyfed.message import State
 from polyfed.methods.base import Batch, Loss, Phase
 from polyfed.methods.parts.network import Applied, ClientNetwork
@@ -116,7 +118,7 @@ class PhaseStep:
         self.masks = Masks((), size, population.device)
         self._loss = StackedApplied(network, self._masked_loss)
         self._gradient = grad(self._client_loss, has_aux=True)
-        moves = _some(self._number("momentum"))
+        moves = some(self._number("momentum"))
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if moves else {}
         self.total = torch.zeros(size, device=population.device)
         self.sums: Tensor | None = None
@@ -139,7 +141,7 @@ class PhaseStep:
         which masks it needs for dropout.
         """
         self.set_modes()
-        decays = _some(self._number("weight_decay"))
+        decays = some(self._number("weight_decay"))
         trained = {name: tensor.clone().requires_grad_(decays) for name, tensor in _first(self.trained).items()}
         frozen = {name: tensor.clone() for name, tensor in _first(self.frozen).items()}  # batch norm would change it
         batch = _first(self._batch(inputs))
@@ -215,14 +217,13 @@ class PhaseStep:
     def _batch(self, inputs: State) -> State:
         rows = inputs["rows"]
         flat = rows.clamp(min=0).flatten()
-        x = self._dataset.normalise(self._dataset.images.index_select(0, flat))
         draws: dict[str, State] = {}
         for name, tensor in inputs.items():
             purpose, _, kind = name.partition(".")
             if purpose in (IMAGE, *VIEWS):
                 draws.setdefault(purpose, {})[kind] = tensor.flatten(0, 1)
-        images, views = augmented(x, draws)
-        batch = {"x": images, "y": self._dataset.labels.index_select(0, flat)}
+        x, views = images(self._dataset, flat, draws)
+        batch = {"x": x, "y": self._dataset.labels.index_select(0, flat)}
         if views is not None:
             batch["views"] = views
         batch = {name: tensor.unflatten(0, rows.shape) for name, tensor in batch.items()} | {"mask": rows >= 0}
@@ -261,48 +262,12 @@ class PhaseStep:
         self._groups = [[name for name in group if name in self.trained] for group in self._groups]
 
     def _update(self, gradients: State, active: Tensor) -> None:
-        """SGD as torch.optim has it, for clients with a batch in this step; a few kernels for all parameters."""
-        clip, decay, momentum = (self._number(name) for name in ("clip", "weight_decay", "momentum"))
+        """SGD for clients with a batch in this step."""
         lr = self.numbers.get(f"{RATE}{self._phase.name}", self._lr)
-        if clip is not None:
-            gradients = self._clipped(gradients, clip)
-        parameters = list(self.trained.values())
-        directions = [gradients[name] for name in self.trained]
-        if isinstance(decay, Tensor):
-            directions = list(torch._foreach_addcmul(directions, parameters, [_column(decay, p) for p in parameters]))
-        elif decay:
-            directions = list(torch._foreach_add(directions, parameters, alpha=decay))
-        if self.momentum:
-            moments = list(self.momentum.values())
-            if isinstance(momentum, Tensor):
-                torch._foreach_mul_(moments, [_column(momentum, moment) for moment in moments])
-            else:
-                torch._foreach_mul_(moments, momentum)
-            torch._foreach_add_(moments, directions)
-            directions = moments
-        # Decay and momentum would move even a client without a gradient.
-        if _some(decay) or self.momentum or isinstance(lr, Tensor):
-            steps = -lr * active
-            for parameter, direction in zip(parameters, directions, strict=True):
-                parameter.addcmul_(direction, _column(steps, parameter))
-        else:
-            torch._foreach_add_(parameters, directions, alpha=-lr)
+        rates = Rates(lr, self._number("momentum"), self._number("weight_decay"), self._number("clip"))
+        update(self.trained, gradients, self.momentum, rates, self._groups, active)
         for name, (low, high) in self._phase.bounds.items():
             (self.trained | self.frozen)[name].clamp_(low, high)
-
-    def _clipped(self, gradients: State, largest: float | Tensor) -> State:
-        """Each client's gradient, shortened module by module where it is longer than that."""
-        shortened: State = {}
-        for group in filter(None, self._groups):  # a module may be frozen, or out of the loss's reach
-            norms = [torch.linalg.vector_norm(gradients[name].reshape(len(self.total), -1), dim=1) for name in group]
-            factor = (largest / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)
-            shortened |= {name: gradients[name] * _column(factor, gradients[name]) for name in group}
-        return shortened
-
-
-def _some(number: float | Tensor) -> bool:
-    """Whether a number is not zero, or may not be for some client."""
-    return isinstance(number, Tensor) or bool(number)
 
 
 def for_each(function: Callable[..., Any], *stacked: Any) -> Any:
@@ -320,11 +285,6 @@ def _first(stacked: Any) -> Any:
 def _resized(batch: State, samples: int) -> State:
     """The first samples of one client's batch, or all and the first one again."""
     return {name: torch.cat([tensor, tensor[:1]])[:samples] for name, tensor in batch.items()}
-
-
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    """One value per client, shaped to multiply a stacked tensor."""
-    return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 def unstackable(network: nn.Module) -> str | None:

@@ -1,0 +1,83 @@
+"""A step for stacked clients against torch.optim.SGD, client by client; without a GPU the kernel is interpreted."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyfed.engines.stacked import layers
+from polyfed.engines.stacked.sgd import Rates, some, update
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WAYS = ["operations", pytest.param("kernels", marks=pytest.mark.skipif(not find_spec("triton"), reason="no Triton"))]
+CLIENTS, ROUNDS = 3, 4
+SHAPES = {"body.weight": (40, 60), "body.bias": (40,), "head.weight": (2, 40), "head.scale": ()}
+"""The first is longer than a block of the kernel; one is a single number."""
+GROUPS = [["body.weight", "body.bias"], ["head.weight", "head.scale"], []]
+
+
+@pytest.fixture(params=WAYS, autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layers.kernels() is not None or request.param == "operations"
+    monkeypatch.setattr(layers, "on_gpu", lambda x: request.param == "kernels")
+
+
+def own(number: float | Tensor | None, client: int) -> float | None:
+    return float(number[client]) if isinstance(number, Tensor) else number
+
+
+def expected(start: dict[str, Tensor], drawn: list[dict[str, Tensor]], rates: Rates, client: int) -> dict[str, Tensor]:
+    """What PyTorch's optimiser makes of one client's weights; the last client has finished after two steps."""
+    weights = {name: nn.Parameter(tensor[client].clone()) for name, tensor in start.items()}
+    optimiser = torch.optim.SGD(
+        weights.values(), own(rates.lr, client), own(rates.momentum, client), weight_decay=own(rates.decay, client) or 0
+    )
+    for gradients in drawn[:2] if client == CLIENTS - 1 else drawn:
+        for name, weight in weights.items():
+            weight.grad = gradients[name][client].clone()
+        if (most := own(rates.clip, client)) is not None:
+            for group in filter(None, GROUPS):
+                nn.utils.clip_grad_norm_([weights[name] for name in group], most)
+        optimiser.step()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def each(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        Rates(0.1),
+        Rates(0.1, clip=0.5),
+        Rates(0.1, momentum=0.9, decay=0.01, clip=20.0),
+        Rates(0.1, decay=0.01),
+        Rates(each(0.1, 0.2, 0.3)),
+        Rates(each(0.1, 0.2, 0.3), each(0.9, 0.0, 0.5), each(0.0, 0.1, 0.01), each(0.5, 50.0, 5.0)),
+    ],
+    ids=["plain", "clip", "all", "decay", "rates", "each"],
+)
+def test_a_step_is_torch_s_for_every_client(rates: Rates) -> None:
+    generator = torch.Generator().manual_seed(1)
+    new = {name: (CLIENTS, *shape) for name, shape in SHAPES.items()}
+    start = {name: torch.randn(shape, generator=generator).to(DEVICE) for name, shape in new.items()}
+    drawn = [
+        {name: torch.randn(shape, generator=generator).to(DEVICE) for name, shape in new.items()} for _ in range(ROUNDS)
+    ]
+    trained = {name: tensor.clone() for name, tensor in start.items()}
+    moments = {name: torch.zeros_like(tensor) for name, tensor in start.items()} if some(rates.momentum) else {}
+    for number, gradients in enumerate(drawn):
+        active = torch.tensor([True, True, number < 2], device=DEVICE)
+        zeroed = {name: tensor.clone() for name, tensor in gradients.items()}
+        for tensor in zeroed.values():
+            tensor[-1] *= number < 2
+        # Not all gradients lie in memory as their weights do.
+        zeroed["body.weight"] = zeroed["body.weight"].mT.contiguous().mT
+        update(trained, zeroed, moments, rates, GROUPS, active)
+    for client in range(CLIENTS):
+        for name, tensor in expected(start, drawn, rates, client).items():
+            torch.testing.assert_close(trained[name][client], tensor, rtol=1e-5, atol=1e-6)
