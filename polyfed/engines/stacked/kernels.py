@@ -68,13 +68,14 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) ->
     steps = triton.cdiv(blocks, max(1, PROGRAMS // (clients * columns)))
     parts = triton.cdiv(blocks, steps)
     # Parts are added up afterwards, in a fixed order, so that the same step gives the same numbers again.
-    sums = torch.empty(parts, clients, out, depth + 1, device=x.device)
+    of_weights = torch.empty(parts, clients, out, depth, device=x.device)
+    of_biases = torch.empty(parts, clients, out, device=x.device)
     _weight_gradient[(columns, clients, parts)](
-        x, gradient, sums, samples, clients, steps, *x.stride(),
+        x, gradient, of_weights, of_biases, samples, clients, steps, *x.stride(),
         channels, out, *kernel, *padding, height, width, _precision(),
         WEIGHT_GRADIENT.pixels, block, _power(out), num_warps=WEIGHT_GRADIENT.warps, num_stages=WEIGHT_GRADIENT.stages,
     )  # fmt: skip
-    weights, biases = (part.sum(0).to(x.dtype) for part in (sums[..., :-1], sums[..., -1]))
+    weights, biases = (sums.sum(0).to(x.dtype) for sums in (of_weights, of_biases))
     return weights.unflatten(2, (channels, *kernel)), biases
 
 
@@ -204,7 +205,7 @@ def _convolve(
 
 @triton.jit(do_not_specialize=["samples", "clients", "steps"])
 def _weight_gradient(
-    x, g, sums, samples, clients, steps, xn, xb, xc, xh, xw,
+    x, g, of_weights, of_biases, samples, clients, steps, xn, xb, xc, xh, xw,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr,
@@ -234,10 +235,10 @@ def _weight_gradient(
         )  # fmt: skip
         weights = tl.dot(gradient, patch, weights, input_precision=PRECISION)
         biases += gradient.to(tl.float32)
-    sums += (part * clients + client) * OUT * (DEPTH + 1)
-    tl.store(sums + (o[:, None] * (DEPTH + 1) + k[None, :]), weights, (o < OUT)[:, None] & (k < DEPTH)[None, :])
+    filters = (part * clients + client) * OUT + o
+    tl.store(of_weights + (filters[:, None] * DEPTH + k[None, :]), weights, (o < OUT)[:, None] & (k < DEPTH)[None, :])
     if tl.program_id(0) == 0:
-        tl.store(sums + (o * (DEPTH + 1) + DEPTH), tl.sum(biases, 1), o < OUT)
+        tl.store(of_biases + filters, tl.sum(biases, 1), o < OUT)
 
 
 @triton.jit(do_not_specialize=["count"])
