@@ -81,3 +81,14 @@ def test_a_step_is_torch_s_for_every_client(rates: Rates) -> None:
     for client in range(CLIENTS):
         for name, tensor in expected(start, drawn, rates, client).items():
             torch.testing.assert_close(trained[name][client], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_ruins_its_own_client_only(wrong: float) -> None:
+    trained = {name: torch.ones(CLIENTS, *shape, device=DEVICE) for name, shape in SHAPES.items()}
+    gradients = {name: torch.ones_like(tensor) for name, tensor in trained.items()}
+    gradients["body.bias"][1, 3] = wrong
+    update(trained, gradients, {}, Rates(0.1, clip=1.0), GROUPS, torch.ones(CLIENTS, dtype=torch.bool, device=DEVICE))
+    assert not trained["body.bias"][1].isfinite().all()
+    assert all(tensor[::2].isfinite().all() for tensor in trained.values())
+    assert (trained["body.weight"][1].isnan().all()) == (wrong != wrong)  # as clip_grad_norm_ does it

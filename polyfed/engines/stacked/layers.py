@@ -9,6 +9,7 @@ and recurrent layers, for which `vmap` has no rules, are made of plain operation
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from operator import index
 from typing import Any, NamedTuple
 
@@ -59,8 +60,13 @@ def trouble() -> str | None:
 
 
 def _trial(module: Any, device: str) -> None:
-    some = torch.zeros(1, 1, 1, 3, 3, device=device)
+    """One call of every kind of kernel that each network needs, so that all of them are used or none."""
+    some, none = torch.zeros(1, 1, 1, 3, 3, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     module.convolve(some, some, None, (0, 0))
+    rates = import_module("polyfed.engines.stacked.sgd").Rates(0.1, momentum=0.9, decay=0.1, clip=1.0)
+    sgd, images = (import_module(f"polyfed.engines.stacked.{name}_kernels") for name in ("sgd", "image"))
+    sgd.update(some, some, some, some, sgd.squared_lengths([some]), rates)
+    images.look_up(some[0].byte(), none, some, some, {})
 
 
 def convolution(

@@ -39,15 +39,18 @@ def update(
 
     Gradients are clipped by their length in each of the groups of names.
     """
-    factors = {} if rates.clip is None else _factors(gradients, groups, rates.clip)
     kernels = _kernels(trained.values())
     if kernels is None:
-        _update(trained, gradients, moments, rates, factors, active)
+        _by_operations(trained, gradients, moments, rates, groups, active)
         return
     steps = -rates.lr * active
+    gradients = {name: gradients[name].contiguous() for name in trained}
+    squares: State = {}
+    if rates.clip is not None:
+        for group in filter(None, groups):
+            squares |= dict.fromkeys(group, kernels.squared_lengths([gradients[name] for name in group]))
     for name, parameter in trained.items():
-        gradient, moment = gradients[name].contiguous(), moments.get(name)
-        kernels.update(parameter, gradient, moment, steps, factors.get(name), rates.decay, rates.momentum)
+        kernels.update(parameter, gradients[name], moments.get(name), steps, squares.get(name), rates)
 
 
 def _kernels(parameters: Iterable[Tensor]) -> Any:
@@ -58,9 +61,12 @@ def _kernels(parameters: Iterable[Tensor]) -> Any:
     return import_module("polyfed.engines.stacked.sgd_kernels")
 
 
-def _update(trained: State, gradients: State, moments: State, rates: Rates, factors: State, active: Tensor) -> None:
-    """The same by PyTorch's operations."""
+def _by_operations(
+    trained: State, gradients: State, moments: State, rates: Rates, groups: Iterable[Sequence[str]], active: Tensor
+) -> None:
+    """The same with PyTorch alone."""
     decay, momentum, lr = rates.decay, rates.momentum, rates.lr
+    factors = {} if rates.clip is None else _factors(gradients, groups, rates.clip)
     parameters = list(trained.values())
     directions = [
         gradients[name] * _column(factors[name], gradients[name]) if name in factors else gradients[name]
