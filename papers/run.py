@@ -79,6 +79,9 @@ class Recorder:
             if row not in known:
                 raise unknown_name("method", row, known)
         planned = campaign.runs(given.names or None, **machine)
+        if rows:  # in the order in which they are named
+            entries = list(dict.fromkeys(run.entry for run in planned))
+            planned.sort(key=lambda run: (entries.index(run.entry), rows.index(run.row) if run.row in rows else 0))
         if missing := sorted(set(seeds or ()) - {run.seed for run in planned}):
             known_seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in planned}))
             raise InputError(f"no run has the seed {missing[0]}: the campaign has {known_seeds}.")
@@ -146,7 +149,7 @@ def _minutes(text: str) -> float:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m papers.run", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="entries, in the order to run them; none: list them")
-    parser.add_argument("--methods", help="only these rows, separated by commas")
+    parser.add_argument("--methods", help="only these rows, separated by commas, in this order")
     parser.add_argument("--seeds", help="only these seeds, such as 2-3")
     parser.add_argument("--data-dir", type=Path, help="where the datasets are")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -197,6 +198,15 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
 def test_only_what_is_asked_for_is_run(papers: Path) -> None:
     assert command(papers, "--methods", "fedproto", "--seeds", "1") == 0
     assert [(each["method"], each["seed"]) for each in lines(papers / "new")] == [("fedproto", 1)]
+
+
+def test_methods_run_in_the_order_in_which_they_are_named(papers: Path) -> None:
+    """So a deadline costs the last ones."""
+    for order in ("fedproto,standalone", "standalone,fedproto"):
+        shutil.rmtree(papers / "new", ignore_errors=True)
+        shutil.rmtree(papers / "work", ignore_errors=True)
+        assert command(papers, "--methods", order, "--seeds", "1") == 0
+        assert [each["method"] for each in lines(papers / "new")] == order.split(",")
 
 
 def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
