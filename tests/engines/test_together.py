@@ -327,6 +327,29 @@ class Server(Remembers):
         return cross_entropy(net(batch.x), batch.y) / self.now[0]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("times", [1, 4])
+def test_what_has_worked_is_tried_again(
+    tmp_path: Path, times: int, calls: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that fails in the second round, after one of two architectures has answered: once, or for good."""
+    failures, finish = [0], joint.JointEngine._finish
+
+    def fails(self: joint.JointEngine, work: Any, round: int) -> Any:
+        if round == 2 and self._architecture(work.clients[0]) == "Narrow" and failures[0] < times:
+            failures[0] += 1
+            raise RuntimeError("out of order")
+        return finish(self, work, round)
+
+    monkeypatch.setattr(joint.JointEngine, "_finish", fails)
+    runs = seeds("fedproto", 2, rounds=3)
+    assert run_both(tmp_path, runs) == {}
+    assert_same(tmp_path, runs)
+    again = "training together failed and is tried again: out of order"
+    parted = ["the runs do not train together: out of order"] if times > 1 else []
+    assert notes(tmp_path, "seed0") == notes(tmp_path, "seed1") == [again, *parted]
+    assert [len(clients) for clients in calls] == [8, 8, 4, *([] if parted else [8])]  # those without an answer
+
+
 @pytest.mark.parametrize("method", [Remembers, Server])
 @pytest.mark.parametrize("rates", [(0.05, 0.05), (0.05, 0.1)], ids=["seeds", "numbers"])
 def test_what_a_method_keeps_for_itself_is_never_mixed(

@@ -19,7 +19,7 @@ from typing import Any
 from polyfed.data import Dataset
 from polyfed.engines.base import EngineSettings, default_memory_budget
 from polyfed.engines.together.fit import misfit
-from polyfed.engines.together.joint import JointEngine
+from polyfed.engines.together.joint import CannotStack, JointEngine
 from polyfed.engines.vectorized import VectorizedEngine
 from polyfed.errors import DivergedError, first_line
 from polyfed.evaluation import Evaluation
@@ -28,6 +28,9 @@ from polyfed.methods.base import Reply
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
+MOST_RETRIES = 3
+"""How often runs that have trained together try it again, with a new engine, after it has failed: a GPU that others use
+may fail once."""
 PATIENCE = 10.0
 """Seconds that an interrupted group waits for its runs to end."""
 
@@ -141,6 +144,8 @@ class Group:
         self._joint: JointEngine | None = None
         self._apart = False
         """Whether runs work one after another, because they can't train together."""
+        self._worked, self._retries = False, MOST_RETRIES
+        """Whether the common engine has answered, and how often one that fails after that is replaced."""
         self._cancelled = False
         self._errors: dict[str, BaseException] = {}
 
@@ -304,18 +309,26 @@ class Group:
     def _call_for_all(self, found: dict[Request, dict[int, Any]]) -> str | None:
         """Fill `found` by one call for all requests; returns why that is impossible, or None.
 
-        If the training of a run diverges, the call is repeated without that run. What is missing in `found` afterwards
-        is left to each run.
+        If the training of a run diverges, the call is repeated without that run. A call that fails although there was
+        one before is repeated with a new engine. What is missing in `found` afterwards is left to each run.
         """
         while len(found) > 1:
+            failure = None
             try:
                 self._call(self._common_engine(), found)
+                self._worked = True
                 return None
             except DivergedError as error:
                 places = self._joint.places if self._joint else {}
                 diverged = places[error.client][0] if error.client in places else None
             except Exception as error:
-                return first_line(error.__cause__ or error)  # the cause alone: clients have other numbers in their runs
+                cause = error.__cause__ or error  # alone: clients have other numbers in their runs
+                if isinstance(cause, CannotStack) or not self._worked or self._retries == 0:
+                    return first_line(cause)
+                failure = first_line(cause)
+            if failure is not None:  # out here, the error no longer holds on to the memory of what failed
+                self._start_anew(failure)
+                continue
             kept = {request: own for request, own in found.items() if request.member is not diverged}
             if len(kept) == len(found):
                 return None
@@ -362,6 +375,13 @@ class Group:
             for member in self._members.values():
                 member.notes += self._joint.notes
             self._joint.notes.clear()
+
+    def _start_anew(self, reason: str) -> None:
+        """Let a new engine try what the common one could do before."""
+        self._worked, self._retries = False, self._retries - 1
+        for member in self._members.values():
+            member.notes.append(f"training together failed and is tried again: {reason}")
+        self._dissolve()
 
     def _part(self, reason: str) -> None:
         """Let the runs work one after another from now on."""
