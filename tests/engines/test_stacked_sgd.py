@@ -92,3 +92,13 @@ def test_a_gradient_that_is_not_finite_ruins_its_own_client_only(wrong: float) -
     assert not trained["body.bias"][1].isfinite().all()
     assert all(tensor[::2].isfinite().all() for tensor in trained.values())
     assert (trained["body.weight"][1].isnan().all()) == (wrong != wrong)  # as clip_grad_norm_ does it
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.ones(CLIENTS, 0), torch.ones(CLIENTS, 2, dtype=torch.float64)], ids=["empty", "64"]
+)
+def test_what_the_kernel_does_not_take_is_updated_too(odd: Tensor) -> None:
+    trained = {"odd": odd.to(DEVICE, copy=True), "plain": torch.ones(CLIENTS, 3, device=DEVICE)}
+    gradients = {name: torch.ones_like(tensor) for name, tensor in trained.items()}
+    update(trained, gradients, {}, Rates(0.5, clip=100.0), [["odd", "plain"]], torch.ones(CLIENTS, device=DEVICE) > 0)
+    assert all((tensor == 0.5).all() for tensor in trained.values())

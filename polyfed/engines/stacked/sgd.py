@@ -55,10 +55,18 @@ def update(
 
 def _kernels(parameters: Iterable[Tensor]) -> Any:
     """The module with the kernel, or None where it can't be used."""
-    usable = all(layers.on_gpu(each) and each.dtype == torch.float32 and each.is_contiguous() for each in parameters)
-    if not usable or layers.kernels() is None:
-        return None
-    return import_module("polyfed.engines.stacked.sgd_kernels")
+    if all(map(_fits, parameters)) and layers.kernels() is not None:
+        return import_module("polyfed.engines.stacked.sgd_kernels")
+    return None
+
+
+def _fits(parameter: Tensor) -> bool:
+    return (
+        layers.on_gpu(parameter)
+        and parameter.dtype == torch.float32
+        and parameter.is_contiguous()
+        and parameter.numel() > 0
+    )
 
 
 def _by_operations(
