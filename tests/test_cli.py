@@ -338,6 +338,19 @@ def test_help_has_no_escapes(shell: Shell, command: tuple[str, ...], words: str)
     assert "\\" not in text and words in text
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("run",), "a method's name, or an experiment file"),
+        (("resume",), "the folder of a run"),
+        (("site", "init"), "a file that does not exist yet"),
+    ],
+)
+def test_help_describes_arguments(shell: Shell, command: tuple[str, ...], words: str) -> None:
+    """With Click 8.5, some versions of Typer lose these words."""
+    assert words in " ".join(shell(*command, "--help").output.split())
+
+
 def test_help_describes_every_option(shell: Shell) -> None:
     ended = shell("run", "--help")
     assert ended.status == 0

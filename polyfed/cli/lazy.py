@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 from functools import cache
 from importlib import import_module
+from inspect import signature, unwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.models import ArgumentInfo
 
 from polyfed.early import importing
 
@@ -40,9 +42,19 @@ GROUPS = {
 
 
 class PlainCommand(TyperCommand):
-    """A command with plain help: versions of Typer escape `[default: …]` for Rich even where markup is off."""
+    """A command with plain and complete help, whatever versions of Typer and Click there are.
+
+    Some escape `[default: …]` for Rich even where markup is off, and some lose the help of arguments.
+    """
 
     def get_help(self, ctx: Any) -> str:
+        given = signature(unwrap(self.callback), eval_str=True).parameters if self.callback else {}
+        hints = {name: each.annotation for name, each in given.items()}
+        parameter: Any  # older versions of Click have no `help`
+        for parameter in self.params:
+            told = [each.help for each in get_args(hints.get(parameter.name)) if isinstance(each, ArgumentInfo)]
+            if told:
+                parameter.help = told[0]
         return super().get_help(ctx).replace("\\[", "[")
 
 
