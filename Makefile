@@ -16,7 +16,7 @@ federation: $(FLOWER)
 	$(VENV)/bin/python examples/federation/demo.py $(or $(ARGS),runs/federation)
 
 # Two halves at once, one per core: about the same time each
-HALF := tests/engines tests/faults tests/federation tests/flower tests/remote
+HALF := tests/engines tests/faults tests/federation tests/flower
 test: $(TESTED)
 	@$(VENV)/bin/python -m pytest $(HALF) > $(VENV)/first-half.txt 2>&1 & first=$$!; trap "kill $$first" INT TERM; \
 	$(VENV)/bin/python -m pytest $(HALF:%=--ignore=%); second=$$?; \
