@@ -78,13 +78,12 @@ class CapturedStep:
 
     def run(self, plan: Plan, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
         """Queue all steps of a plan, from a fresh optimiser state; `generators` are the clients' own, for dropout."""
+        self.step.reset()
         if not plan.active:
-            self.step.reset()
             return
         if not self._prepared:
             self.step.prepare(plan.at(0))
             self._prepared = True
-        self.step.reset()
         self._load(plan)
         width = plan.inputs["rows"].shape[2]
         drops = generators() if self.step.masks.calls else ()

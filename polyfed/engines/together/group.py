@@ -29,8 +29,7 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
 MOST_RETRIES = 3
-"""How often runs that have trained together try it again, with a new engine, after it has failed: a GPU that others use
-may fail once."""
+"""How often runs try again to train together after a failure; a GPU that others use too may fail once."""
 PATIENCE = 10.0
 """Seconds that an interrupted group waits for its runs to end."""
 
@@ -379,18 +378,17 @@ class Group:
     def _start_anew(self, reason: str) -> None:
         """Let a new engine try what the common one could do before."""
         self._worked, self._retries = False, self._retries - 1
-        for member in self._members.values():
-            member.notes.append(f"training together failed and is tried again: {reason}")
-        self._dissolve()
+        self._dissolve(f"training together failed and is tried again: {reason}")
 
     def _part(self, reason: str) -> None:
         """Let the runs work one after another from now on."""
         self._apart = True
-        for member in self._members.values():
-            member.notes.append(f"the runs do not train together: {reason}")
-        self._dissolve()
+        self._dissolve(f"the runs do not train together: {reason}")
 
-    def _dissolve(self) -> None:
+    def _dissolve(self, *notes: str) -> None:
+        """Close the common engine, and note why in every run."""
+        for member in self._members.values():
+            member.notes += notes
         joint, self._joint = self._joint, None
         if joint is not None:
             with suppress(RuntimeError):  # a GPU that has failed; the runs will find that out themselves
