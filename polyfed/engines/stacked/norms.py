@@ -27,12 +27,15 @@ class OtherRows(RuntimeError):
 
 
 class MaskedNorms(TorchFunctionMode):
-    """Inside, the batch norms of a network look at the real samples of a batch only; `mask` marks them."""
+    """Inside, the batch norms of a network look at the real samples of a batch only.
 
-    def __init__(self, network: nn.Module, mask: Tensor) -> None:
+    `mask` marks them. A client that is not active has finished: any samples give it numbers, and its norms stay.
+    """
+
+    def __init__(self, network: nn.Module, mask: Tensor, active: Tensor) -> None:
         super().__init__()
-        self._active = mask.any()
-        self._mask = mask | ~self._active  # a client that has finished gets numbers too
+        self._mask = mask
+        self._active = active
         norms = (module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
         self._counters = {id(norm.num_batches_tracked) for norm in norms}
 

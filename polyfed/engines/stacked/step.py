@@ -208,7 +208,7 @@ class PhaseStep:
     def __call__(self, inputs: State) -> None:
         batch = self._batch(inputs)
         gradients, seen = for_each(self._gradient, self.trained, self.frozen, batch)
-        self._update(gradients, batch["mask"].any(1))
+        self._update(gradients, _active(batch["mask"]))
         self.total += seen["total"]
         if self.sums is not None:
             belongs = nn.functional.one_hot(batch["y"], self._classes) * batch["mask"][..., None]
@@ -232,14 +232,16 @@ class PhaseStep:
     def _masked_loss(self, network: ClientNetwork, batch: State) -> tuple[Tensor, State]:
         drawn = {n.removeprefix("drawn."): tensor for n, tensor in batch.items() if n.startswith("drawn.")}
         mask = batch["mask"]
+        active = _active(mask)
         # A client that has finished gets a batch too, so that its loss is a number and its gradient exactly zero.
-        given = Batch(batch["x"], batch["y"], mask | ~mask.any(), batch.get("views"), drawn)
-        norms = nullcontext() if self._exact else MaskedNorms(network, mask)
+        shown = mask >= active
+        given = Batch(batch["x"], batch["y"], shown, batch.get("views"), drawn)
+        norms = nullcontext() if self._exact else MaskedNorms(network, shown, active)
         with precision(batch["x"].device, bf16=self.bf16), norms, masked(self._dropout, batch):
             outcome = self._own_loss()(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
         total = torch.where(mask, values, 0.0).sum()
-        mean = total / mask.sum().clamp(min=1)
+        mean = total / shown.sum()
         return mean, {"total": total} if vectors is None else {"total": total, "vectors": vectors}
 
     def _client_loss(self, trained: State, frozen: State, batch: State) -> tuple[Tensor, State]:
@@ -280,6 +282,11 @@ def for_each(function: Callable[..., Any], *stacked: Any) -> Any:
 def _first(stacked: Any) -> Any:
     """The first client's part of stacked tensors, in the same memory."""
     return tree_map(lambda tensor: tensor[0], stacked)
+
+
+def _active(mask: Tensor) -> Tensor:
+    """Whether a client has a sample; in a plan, padding comes last."""
+    return mask[..., 0]
 
 
 def _resized(batch: State, samples: int) -> State:
