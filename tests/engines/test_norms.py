@@ -140,7 +140,10 @@ def test_a_large_mean_costs_no_precision(way: str) -> None:
 
 
 def test_other_rows_than_samples_are_refused() -> None:
-    with MaskedNorms(nn.Identity(), torch.ones(3) > 0, torch.tensor(True)), pytest.raises(OtherRows, match="6 rows for 3"):
+    with (
+        MaskedNorms(nn.Identity(), torch.ones(3) > 0, torch.tensor(True)),
+        pytest.raises(OtherRows, match="6 rows for 3"),
+    ):
         functional.batch_norm(torch.randn(6, 2), torch.zeros(2), torch.ones(2), training=True)
 
 

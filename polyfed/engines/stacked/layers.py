@@ -20,11 +20,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polyfed.compute import working_kernels
+from polyfed.engines.stacked import entropy
+from polyfed.engines.stacked.batched import DTYPES, only, stacked
 from polyfed.engines.stacked.convolutions import MOST_VALUES, Way, Windows, way
 from polyfed.engines.stacked.sequences import UNFUSED
+from polyfed.losses import cross_entropy
 
 _KERNELS = "polyfed.engines.stacked.kernels"
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 class StackedLayers(TorchFunctionMode):
@@ -64,9 +66,13 @@ def _trial(module: Any, device: str) -> None:
     some, none = torch.zeros(1, 1, 1, 3, 3, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     module.convolve(some, some, None, (0, 0))
     rates = import_module("polyfed.engines.stacked.sgd").Rates(0.1, momentum=0.9, decay=0.1, clip=1.0)
-    sgd, images = (import_module(f"polyfed.engines.stacked.{name}_kernels") for name in ("sgd", "image"))
+    modules = (import_module(f"polyfed.engines.stacked.{name}_kernels") for name in ("sgd", "image", "loss"))
+    sgd, images, losses = modules
     sgd.update(some, some, some, some, sgd.squared_lengths([some]), rates)
     images.look_up(some[0].byte(), none, some, some, {})
+    values = losses.cross_entropy(some.view(1, -1), none, None)
+    losses.cross_entropy_gradient(values, some.view(1, -1), none, None)
+    losses.mean_gradient(losses.mean(values[None], none[None] == 0)[0], none[None] == 0)
 
 
 def convolution(
@@ -171,6 +177,8 @@ SERVED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     functional.conv2d: convolution,
     functional.max_pool2d: pooling,
     functional.batch_norm: batch_norm,
+    functional.cross_entropy: entropy.torch_cross_entropy,
+    cross_entropy: entropy.cross_entropy,
     torch.cat: concatenation,
     Tensor.view: view,
 }
@@ -276,22 +284,6 @@ class _PoolingGradient(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         return kernels().unpool(*stacked(info, in_dims, inputs)), 0
-
-
-def only(result: Tensor) -> Tensor:
-    """A single client's part; not as a view, which a layer that follows could not change in place."""
-    part: Tensor = torch.ops.aten._unsafe_view(result, result.shape[1:])
-    return part
-
-
-def stacked(info: Any, dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[Any]:
-    """The inputs of a batched call with clients first in every tensor."""
-    return [
-        tensor if not isinstance(tensor, Tensor)
-        else tensor.expand(info.batch_size, *tensor.shape) if dim is None
-        else tensor.movedim(dim, 0)
-        for tensor, dim in zip(inputs, dims, strict=True)
-    ]  # fmt: skip
 
 
 def pairs(*values: Any) -> list[tuple[int, int]] | None:

@@ -18,8 +18,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polyfed.engines.stacked import layers
+from polyfed.engines.stacked.batched import DTYPES, only, stacked
 from polyfed.engines.stacked.convolutions import MOST_VALUES
-from polyfed.engines.stacked.layers import Norm, only, stacked
+from polyfed.engines.stacked.layers import Norm
 
 
 class OtherRows(RuntimeError):
@@ -120,7 +121,7 @@ class _BatchNormGradient(Function):
 
 def _way(x: Tensor) -> Any:
     """The module whose `normalise` and `gradients` are used: kernels on a GPU, this one elsewhere."""
-    small = x.dtype in layers.DTYPES and x[0].numel() < MOST_VALUES
+    small = x.dtype in DTYPES and x[0].numel() < MOST_VALUES
     served = small and layers.on_gpu(x) and layers.kernels() is not None
     return import_module("polyfed.engines.stacked.norm_kernels" if served else __name__)
 

@@ -24,7 +24,7 @@ class Plan:
     """The batches of a cohort in one phase: [steps, clients, batch, …]."""
 
     inputs: State
-    """By name: `rows`, sample numbers, then −1 where there are no more; draws for them (`image.flip`, `drawn.noise`)."""
+    """By name: `rows`, sample numbers and then only −1; draws for them (`image.flip`, `drawn.noise`)."""
     active: list[int]
     """For each step, the number of clients up to the last one that has a batch."""
     samples: list[int]

@@ -26,6 +26,7 @@ from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.engines.stacked.dropout import PREFIX, Masks, dropout_layers, find_calls, masked
 from polyfed.engines.stacked.images import images
 from polyfed.engines.stacked.layers import StackedLayers
+from polyfed.engines.stacked.means import mean
 from polyfed.engines.stacked.norms import MaskedNorms
 from polyfed.engines.stacked.numbers import RATE, TRAINING, on
 from polyfed.engines.stacked.sequences import keep_weights_apart
@@ -151,9 +152,9 @@ class PhaseStep:
             calls = find_calls(self._dropout, samples, lambda count: self._client_loss(trained, frozen, of(count)))
         self.masks = Masks(calls, len(self.total), self.total.device)
         with torch.set_grad_enabled(decays):
-            mean, seen = self._client_loss(trained, frozen, batch | _first(self.masks.draw((), (), samples)))
+            average, seen = self._client_loss(trained, frozen, batch | _first(self.masks.draw((), (), samples)))
         if decays:
-            self._leave_out_unreached(trained, mean)
+            self._leave_out_unreached(trained, average)
         if "vectors" in seen:
             shape = (len(self.total), self._classes, seen["vectors"].shape[-1])
             self.sums = torch.zeros(shape, device=self.total.device, dtype=torch.float64)
@@ -240,9 +241,8 @@ class PhaseStep:
         with precision(batch["x"].device, bf16=self.bf16), norms, masked(self._dropout, batch):
             outcome = self._own_loss()(network, given)
         values, vectors = outcome if isinstance(outcome, tuple) else (outcome, None)
-        total = torch.where(mask, values, 0.0).sum()
-        mean = total / shown.sum()
-        return mean, {"total": total} if vectors is None else {"total": total, "vectors": vectors}
+        average, total = mean(values, mask, shown)
+        return average, {"total": total} if vectors is None else {"total": total, "vectors": vectors}
 
     def _client_loss(self, trained: State, frozen: State, batch: State) -> tuple[Tensor, State]:
         outcome: tuple[Tensor, State] = on(self._loss, self._method, {**trained, **frozen})(batch)
@@ -254,9 +254,9 @@ class PhaseStep:
             return self._phase.loss
         return next(phase.loss for phase in self._method.phases() if phase.name == self._phase.name)
 
-    def _leave_out_unreached(self, trained: State, mean: Tensor) -> None:
+    def _leave_out_unreached(self, trained: State, average: Tensor) -> None:
         """A parameter that the loss does not depend on has no gradient and does not decay either, as in the loop."""
-        gradients = torch.autograd.grad(mean, list(trained.values()), allow_unused=True)
+        gradients = torch.autograd.grad(average, list(trained.values()), allow_unused=True)
         for name, gradient in zip(trained, gradients, strict=True):
             if gradient is None:
                 self.frozen[name] = self.trained.pop(name)
