@@ -102,3 +102,22 @@ def test_what_the_kernel_does_not_take_is_updated_too(odd: Tensor) -> None:
     gradients = {name: torch.ones_like(tensor) for name, tensor in trained.items()}
     update(trained, gradients, {}, Rates(0.5, clip=100.0), [["odd", "plain"]], torch.ones(CLIENTS, device=DEVICE) > 0)
     assert all((tensor == 0.5).all() for tensor in trained.values())
+
+
+def test_more_tensors_than_a_launch_serves() -> None:
+    """Twelve tensors that are clipped together, some longer than a block, and one that is not clipped."""
+    sizes = (3, 1025, 1, 2, 4097, 5, 1024, 7, 8, 9, 10, 1100)
+    generator = torch.Generator().manual_seed(2)
+    start, gradients = (
+        {f"{number}": torch.randn(2, size, generator=generator).to(DEVICE) for number, size in enumerate((*sizes, 6))}
+        for _ in range(2)
+    )
+    trained = {name: tensor.clone() for name, tensor in start.items()}
+    moments = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    group, active = [f"{number}" for number in range(len(sizes))], torch.tensor([True, True], device=DEVICE)
+    update(trained, gradients, moments, Rates(0.1, momentum=0.9, clip=2.0), [group], active)
+    lengths = torch.cat([gradients[name] for name in group], 1).norm(dim=1, keepdim=True)
+    for name, tensor in trained.items():
+        step = gradients[name] * (2 / lengths if name in group else 1.0)
+        torch.testing.assert_close(tensor, start[name] - 0.1 * step, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(moments[name], step, rtol=1e-5, atol=1e-6)

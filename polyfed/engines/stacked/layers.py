@@ -68,7 +68,7 @@ def _trial(module: Any, device: str) -> None:
     rates = import_module("polyfed.engines.stacked.sgd").Rates(0.1, momentum=0.9, decay=0.1, clip=1.0)
     modules = (import_module(f"polyfed.engines.stacked.{name}_kernels") for name in ("sgd", "image", "loss"))
     sgd, images, losses = modules
-    sgd.update(some, some, some, some, sgd.squared_lengths([some]), rates)
+    sgd.update([some], [some], [some], some, sgd.squared_lengths([some]), rates)
     images.look_up(some[0].byte(), none, some, some, {})
     values = losses.cross_entropy(some.view(1, -1), none, None)
     losses.cross_entropy_gradient(values, some.view(1, -1), none, None)

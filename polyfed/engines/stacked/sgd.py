@@ -45,12 +45,14 @@ def update(
         return
     steps = -rates.lr * active
     gradients = {name: gradients[name].contiguous() for name in trained}
-    squares: State = {}
+    lengths: State = {}
     if rates.clip is not None:
         for group in filter(None, groups):
-            squares |= dict.fromkeys(group, kernels.squared_lengths([gradients[name] for name in group]))
-    for name, parameter in trained.items():
-        kernels.update(parameter, gradients[name], moments.get(name), steps, squares.get(name), rates)
+            lengths |= dict.fromkeys(group, kernels.squared_lengths([gradients[name] for name in group]))
+    for squares in dict.fromkeys([*lengths.values(), None]):
+        names = [name for name in trained if lengths.get(name) is squares]
+        given = ([state[name] for name in names if state] for state in (trained, gradients, moments))
+        kernels.update(*given, steps, squares, rates)
 
 
 def _kernels(parameters: Iterable[Tensor]) -> Any:
