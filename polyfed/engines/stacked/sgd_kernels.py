@@ -79,8 +79,8 @@ def _blocks(tensors: Sequence[Tensor], block: int) -> int:
     return blocks
 
 
-# A number after a name says which of the launch's tensors it belongs to: p are parameters, g gradients, m moments, s the
-# number of values of one client.
+# A number after a name says which of a launch's tensors it belongs to: p are parameters, g gradients, m moments, and s
+# how many values one client has.
 
 
 @triton.jit
