@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,48 @@ def test_what_nobody_can_compute_is_left_to_pytorch_which_says_why() -> None:
 def test_other_poolings_are_left_to_pytorch(options: dict[str, Any]) -> None:
     assert layers.pooling(random(SAMPLES, 4, 8, 8), 2, **options) is None
     assert layers.pooling(random(SAMPLES, 4, 20, 20), 16) is None
+
+
+@pytest.mark.parametrize("shape", [(SAMPLES,), (SAMPLES, 4)], ids=str)
+def test_linear_layers(shape: tuple[int, ...]) -> None:
+    """For all clients at once, for samples of all clients that lie otherwise, and for a client alone."""
+    x, weight, bias = random(CLIENTS, *shape, 5), random(CLIENTS, 6, 5), random(CLIENTS, 6)
+
+    def own(*given: Tensor) -> Tensor:
+        return served(layers.linear(*given))
+
+    close(gradients(own, (0, 0, 0), x, weight, bias), gradients(functional.linear, (0, 0, 0), x, weight, bias))
+    common = x[0].transpose(0, -1).contiguous().transpose(0, -1)
+    for dims in ((None, 0, 0), (None, None, 0)):
+        given = common, weight if dims[1] == 0 else weight[0], bias
+        close(gradients(own, dims, *given), gradients(functional.linear, dims, *given))
+    alone = [tensor[0].clone().requires_grad_() for tensor in (x, weight, bias)]
+    expected = torch.autograd.grad(functional.linear(*alone).sin().sum(), alone)
+    close(torch.autograd.grad(own(*alone).sin().sum(), alone), expected)
+
+
+def test_a_linear_layer_s_gradient_may_be_differentiated() -> None:
+    x, weight, bias = random(CLIENTS, SAMPLES, 5), random(CLIENTS, 6, 5), random(CLIENTS, 6)
+
+    def length(layer: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return grad(lambda x: layer(x, weight, bias).sin().sum())(x).square().sum()
+
+    own, theirs = (
+        vmap(grad(partial(length, layer), (0, 1, 2)))(x, weight, bias) for layer in (layers.linear, functional.linear)
+    )
+    close(own, theirs)
+
+
+def test_other_linear_layers_are_left_to_pytorch() -> None:
+    x, weight, bias = random(SAMPLES, 5), random(6, 5), random(6)
+    assert layers.linear(x, weight) is None
+    assert layers.linear(x[0], weight, bias) is None
+    assert layers.linear(x[:, :4], weight, bias) is None
+    assert layers.linear(x[:0], weight, bias) is None
+    assert layers.linear(x, weight, bias[:1]) is None
+    assert layers.linear(x, weight[0], bias) is None
+    assert layers.linear(x.double(), weight.double(), bias.double()) is None
+    assert layers.linear(x.double(), weight, bias) is None
 
 
 def test_calls_on_a_cpu_pass(monkeypatch: pytest.MonkeyPatch) -> None:

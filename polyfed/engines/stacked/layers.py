@@ -93,12 +93,27 @@ def convolution(
     how = way(x, weight, windows, groups, bias is not None) if _fits(x, weight, bias, windows) else None
     if how is None:
         return None
+    dtype = _common(dtypes)
+    if dtype is None:
+        return None
+    result: Tensor = Convolution.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), how)
+    return result
+
+
+def _common(dtypes: set[torch.dtype]) -> torch.dtype | None:
+    """The type of numbers in which a layer computes; None if that is not clear, or not one of ours."""
     if torch.is_autocast_enabled("cuda"):
         dtypes = {torch.get_autocast_dtype("cuda")}
-    if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
+    return next(iter(dtypes)) if len(dtypes) == 1 and dtypes.issubset(DTYPES) else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """A linear layer with bias; None if it has none, or is invalid."""
+    fits = x.dim() > 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1] and x.numel() > 0
+    dtype = None if bias is None else _common({tensor.dtype for tensor in (x, weight, bias)})
+    if bias is None or dtype is None or not fits or bias.shape != weight.shape[:1]:
         return None
-    (dtype,) = dtypes
-    result: Tensor = Convolution.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), how)
+    result: Tensor = Linear.apply(x.to(dtype), weight.to(dtype), bias.to(dtype))
     return result
 
 
@@ -175,6 +190,7 @@ def view(x: Tensor, *shape: Any) -> Tensor | None:
 
 SERVED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     functional.conv2d: convolution,
+    functional.linear: linear,
     functional.max_pool2d: pooling,
     functional.batch_norm: batch_norm,
     functional.cross_entropy: entropy.torch_cross_entropy,
@@ -246,6 +262,32 @@ class _WeightGradient(Function):
         return inputs[2].weight_gradient(x, gradient), (0, 0)
 
 
+class Linear(Function):
+    """A linear layer: samples, weight, bias. PyTorch's rule for `vmap` multiplies every bias by one."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradients[0].flatten(0, -2)
+        of_x = gradients[0] @ weight if ctx.needs_input_grad[0] else None
+        of_weight = rows.mT @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        x, weight, bias = stacked(info, in_dims, inputs)
+        y = torch.baddbmm(bias[:, None], x.flatten(1, -2), weight.mT)
+        return y.unflatten(1, x.shape[1:-1]), 0
+
+
 class Pooling(Function):
     """The largest values in the windows of images, and where they were."""
 
@@ -259,6 +301,7 @@ class Pooling(Function):
         x, ctx.windows = inputs
         ctx.shape = (x.shape[2], x.shape[3])
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # nobody needs zeros for the places
         ctx.save_for_backward(output[1])
 
     @staticmethod

@@ -89,6 +89,7 @@ class BatchNorm(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, mask, weight, _, ctx.eps = inputs
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # nobody needs zeros for the statistics
         ctx.save_for_backward(x, mask, weight, *output[1:])
 
     @staticmethod
