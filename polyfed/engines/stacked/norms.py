@@ -37,6 +37,9 @@ class MaskedNorms(TorchFunctionMode):
         super().__init__()
         self._mask = mask
         self._active = active
+        # Most layers of a network have them in common.
+        self._corrections: dict[int, Tensor] = {}
+        self._factors: dict[tuple[float, torch.dtype], Tensor] = {}
         norms = (module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
         self._counters = {id(norm.num_batches_tracked) for norm in norms}
 
@@ -57,15 +60,27 @@ class MaskedNorms(TorchFunctionMode):
             raise OtherRows(f"its batch norm gets {len(x)} rows for {len(self._mask)} samples")
         y, mean, variance = BatchNorm.apply(x, self._mask, *_scales(x, norm.weight, norm.bias), norm.eps)
         if norm.running_mean is not None and norm.running_var is not None:
-            count = self._mask.sum() * prod(x.shape[2:])
-            unbiased = variance * (count / (count - 1).clamp(min=1))
-            factor = norm.momentum * self._active.to(mean.dtype)
+            unbiased = variance * self._correction(prod(x.shape[2:]))
+            factor = self._factor(norm.momentum, mean.dtype)
             with torch.no_grad():
                 # `vmap` has no rule for `lerp_` with a weight per client.
                 norm.running_mean.copy_(torch.lerp(norm.running_mean, mean, factor))
                 norm.running_var.copy_(torch.lerp(norm.running_var, unbiased, factor))
         normed: Tensor = y
         return normed
+
+    def _correction(self, pixels: int) -> Tensor:
+        """By what the variance of a channel is multiplied to be unbiased."""
+        if pixels not in self._corrections:
+            count = self._mask.sum() * pixels
+            self._corrections[pixels] = count / (count - 1).clamp(min=1)
+        return self._corrections[pixels]
+
+    def _factor(self, momentum: float, dtype: torch.dtype) -> Tensor:
+        """How much of a batch enters the running statistics."""
+        if (momentum, dtype) not in self._factors:
+            self._factors[momentum, dtype] = momentum * self._active.to(dtype)
+        return self._factors[momentum, dtype]
 
 
 def _scales(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
