@@ -49,6 +49,11 @@ def _kernels() -> Any:
     return import_module("polyfed.engines.stacked.loss_kernels")
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.ignored = inputs
+    ctx.save_for_backward(*tensors)
+
+
 class CrossEntropy(Function):
     """One value per sample: logits, labels, the label to ignore or None."""
 
@@ -57,10 +62,7 @@ class CrossEntropy(Function):
         result: Tensor = _kernels().cross_entropy(logits, labels, ignored)
         return result
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.ignored = inputs
-        ctx.save_for_backward(*tensors)
+    setup_context = staticmethod(_keep)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,10 +81,7 @@ class _Gradient(Function):
         result: Tensor = _kernels().cross_entropy_gradient(gradient, logits, labels, ignored)
         return result
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.ignored = inputs
-        ctx.save_for_backward(*tensors)
+    setup_context = staticmethod(_keep)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
