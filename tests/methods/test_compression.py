@@ -187,6 +187,7 @@ def test_messages_with_wrong_forms_are_refused() -> None:
     check({**bias, **raw})
     check({**bias, **factors(1, 1)})
     check({**bias, **factors(4, 4)})
+    check({**bias, **factors(2, 2, 1e19)})
     for tensors, reason in (
         ({**bias}, "either"),
         ({**bias, **raw, **factors(1, 1)}, "either"),
@@ -195,6 +196,7 @@ def test_messages_with_wrong_forms_are_refused() -> None:
         ({**bias, **factors(5, 5)}, "rank 5"),
         ({**bias, **factors(1, 2)}, "shape"),
         ({**bias, **factors(1, 1, 1e30)}, "not finite"),
+        ({**bias, **factors(4, 4, 1e19)}, "not finite"),  # four times 1e38, each of which is finite
         ({**bias, **factors(1, 1, math.nan)}, "not finite"),
         ({**bias, "weight": torch.ones(4, 6)}, "shape"),
         ({**raw}, "lacks"),

@@ -10,13 +10,14 @@ networks travel as `changes`: of a matrix the difference to a version that both 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from polyfed.errors import BadMessage
-from polyfed.message import Floats, Schema, State
+from polyfed.message import Floats, Schema, State, largest_each
 from polyfed.methods.parts.tools import is_variance
 
 LEFT, RIGHT = ".left", ".right"
@@ -148,5 +149,7 @@ def check_forms(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
         largest = min(left.shape[0], right.shape[1])
         if not 1 <= left.shape[1] <= largest:
             raise BadMessage(f"the factors of '{name}' have rank {left.shape[1]}, not 1 to {largest}.")
-        if not bool(torch.isfinite(left @ right).all()):
+        # The product itself takes longest to check, and its largest possible entry nearly always tells.
+        bound = left.shape[1] * math.prod(largest_each([left, right]))
+        if not bound < torch.finfo(left.dtype).max / 2 and not bool(torch.isfinite(left @ right).all()):
             raise BadMessage(f"the factors of '{name}' have a product that is not finite.")
