@@ -34,7 +34,7 @@ from statistics import median
 from typing import IO
 
 import torch
-from htfllib_sides import SERVERS, Measured, ours, theirs
+from htfllib_sides import SERVERS, WARM_UP, Measured, ours, own_rounds, theirs
 
 from polyfed.assemble import find_device
 from polyfed.compute import machine_name
@@ -224,7 +224,7 @@ def parsed(words: list[str] | None = None) -> Namespace:
     parser.add_argument("--images", type=int, default=640, help="to train on, per client; a multiple of the batch size")
     parser.add_argument("--tests", type=int, default=160, help="to test on, per client")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, per turn")
+    parser.add_argument("--rounds", type=int, default=5, help="that count, per turn; on a GPU at least ten of polyfed")
     parser.add_argument("--repeats", type=int, default=1, help="turns of each side")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that a turn may take")
     parser.add_argument("--device", default="auto")
@@ -264,11 +264,13 @@ def heading(given: Namespace) -> str:
     there, here = given.commits or (commit(given.checkout), commit(HERE))
     clock = "seconds of CPU time" if given.cpu_time else "seconds"
     evaluated = "no evaluation" if given.no_evaluation else f"evaluated on {given.tests} images each after every round"
+    counted = {"HtFLlib": (WARM_UP, given.rounds), "polyfed": own_rounds(given)}
+    medians = [f"{side} of {given.repeats * rounds} after {before}" for side, (before, rounds) in counted.items()]
     return (
         f"HtFLlib {there}, polyfed {here}; {machine_name(find_device(given.device))}, torch {torch.__version__}, "
         f"{time.strftime('%d %B %Y')}.\n{given.clients} clients ({given.models}) with {given.images} images each, "
         f"batch {given.batch}, one epoch, {evaluated}; {clock}, "
-        f"median of {given.repeats * given.rounds} rounds."
+        f"median of rounds: {', '.join(medians)} to warm up."
     )
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 WORK = {"client steps": 4, "samples trained": 256, "samples gathered": 0, "operations": 3_000_000_000}
@@ -143,6 +144,22 @@ def test_rows_show_medians_the_first_round_and_both_counts(htfllib: Any, sides: 
     turns.add("ours", sides.Measured(1.25, [0.5], {**WORK, "samples gathered": 256}))
     assert htfllib.seconds_row("fedproto", turns) == "| FedProto | 4 | 0.5 | 8.0 | 11 | 1.25 |"
     assert htfllib.work_row("fedproto", turns) == "| FedProto | 4 | 256 | 0 | 0 | 0 | 0 | 0 / 256 | 0 | 3 / 3 |"
+
+
+@pytest.mark.parametrize(
+    ("device", "rounds", "expected"), [("cpu", 3, (2, 3)), ("cuda", 3, (8, 10)), ("cuda", 30, (8, 30))]
+)
+def test_polyfed_has_captured_its_graphs_before_its_rounds_count(
+    htfllib: Any, sides: Any, checkout: Path, device: str, rounds: int, expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sides, "find_device", torch.device)
+    monkeypatch.setattr(htfllib, "find_device", lambda name: torch.device("cpu"))  # its name is shown
+    given = htfllib.parsed(["--checkout", str(checkout), "--rounds", str(rounds), "--repeats", "2"])
+    given.device = device
+    assert sides.own_rounds(given) == expected
+    medians = f"HtFLlib of {2 * rounds} after 2, polyfed of {2 * expected[1]} after {expected[0]} to warm up."
+    assert htfllib.heading(given).endswith(medians)
 
 
 @pytest.mark.parametrize(("method", "gathered", "server"), [("fedgh", 32, 12), ("lg-fedavg", 0, 0)])

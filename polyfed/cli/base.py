@@ -45,13 +45,18 @@ def complete_method(incomplete: str) -> list[str]:
     return [name for name in METHODS if name.startswith(incomplete)]
 
 
-def watch(quiet: bool, work: Callable[[QuietProgress], T], stopped: Callable[[QuietProgress], str]) -> T:
-    """Do the work with progress on the screen; Ctrl-C lets it stop in order, or at once with what `stopped` says."""
-    from polyfed.report.progress import BarProgress, LineProgress, QuietProgress
+def watch(
+    quiet: bool, work: Callable[[QuietProgress], T], stopped: Callable[[QuietProgress], str], *, rounds: bool = True
+) -> T:
+    """Do the work with progress on the screen; Ctrl-C lets it stop in order, or at once with what `stopped` says.
+
+    Without `rounds`, only notes are shown, on stderr.
+    """
+    from polyfed.report.progress import BarProgress, LineProgress, NoteProgress, QuietProgress
     from polyfed.server.watcher import Interrupted
 
-    kind = QuietProgress if quiet else BarProgress if out_console.is_terminal else LineProgress
-    watcher = kind(out_console)
+    kind = BarProgress if out_console.is_terminal else LineProgress
+    watcher = QuietProgress(out_console) if quiet else kind(out_console) if rounds else NoteProgress(error_console)
     try:
         with watcher.watching():
             return work(watcher)

@@ -62,7 +62,7 @@ def compare(
         raise InputError("--out is empty: name the comparison's folder.")
     sweeps = parse_sweeps(sweep or [])
     found = watch(
-        quiet or jobs > 1 or not out_console.is_terminal,  # a line for every round of many runs would bury the rest
+        quiet,
         lambda watcher: compared(
             methods, out=out, seeds=seeds, sweeps=sweeps, jobs=jobs, together=together,
             baseline=None if no_differences else baseline, round=round, rule=rule, target=target, metric=metric,
@@ -70,6 +70,7 @@ def compare(
             tell=(lambda line: None) if quiet else lambda line: out_console.print(line, soft_wrap=True), **changes,
         ),
         lambda watcher: f"stopped; the same command continues in {out}.",
+        rounds=jobs == 1 and out_console.is_terminal,  # a line for every round of many runs would bury the rest
     )  # fmt: skip
     if not quiet:
         _show(found)

@@ -57,7 +57,7 @@ def reproduce(
     machine = {"device": device, "engine": engine, "data_folder": data_folder}
     folder = Path(out or f"runs/{find_recipe(name).name}-{scale}")
     done = watch(
-        quiet or as_json or jobs > 1 or not out_console.is_terminal,
+        quiet,
         lambda watcher: run_recipe(
             name, folder, scale=cast(ScaleName, scale), methods=_names("--methods", methods),
             settings=_names("--settings", settings), seeds=seeds, jobs=jobs, together=together, watcher=watcher,
@@ -65,6 +65,7 @@ def reproduce(
             **{setting: value for setting, value in machine.items() if value is not None},
         ),
         lambda watcher: f"stopped; the same command continues in {folder}.",
+        rounds=jobs == 1 and not as_json and out_console.is_terminal,
     )  # fmt: skip
     if as_json:
         print(done.table.to_json(orient="records", indent=2))

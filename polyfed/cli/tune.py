@@ -64,7 +64,7 @@ def tune(
 
     # Rounds are not shown: their accuracies are those on test samples, which must not guide a search.
     found = watch(
-        True,
+        quiet,
         lambda watcher: search_for(
             methods, out=out, trials=trials, seeds=parse_seeds(seeds), sampler=chosen,
             search=parse_search(search or [], chosen), metric=metric, prune=prune, keep_runs=keep_runs,
@@ -72,6 +72,7 @@ def tune(
             note=lambda text: error_console.print(text, soft_wrap=True), **changes,
         ),
         lambda watcher: _stopped(out),
+        rounds=False,
     )  # fmt: skip
     if not quiet:
         out_console.print(tables.tuned_table(found))

@@ -130,11 +130,12 @@ class FedGen(Method):
         train_generator(
             generator_of(server).to(device),
             lambda features: vmap(lambda own: functional_call(head, own, features))(stacked),
-            counts.to(device),
+            counts,
             steps=config.server_steps,
             batch_size=config.server_batch,
             lr=config.server_lr * config.decay ** (server.round - 1),
             random=server.generator("generator"),
+            notes=server.notes,
         )
         check_finite(generator_of(server), "generator", server.round, config.server_lr, heads.values())
         server.modules.cpu()

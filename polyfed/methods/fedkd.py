@@ -154,7 +154,8 @@ class FedKD(SharedNetwork):
 
     def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
         restored = [replace(r, message=Message(restore(r.message.tensors, self._like))) for r in replies]
-        update = compress(plain_mean(restored), self.energy(server.round))
+        mean = {name: tensor.to(server.device) for name, tensor in plain_mean(restored).items()}
+        update = {name: tensor.cpu() for name, tensor in compress(mean, self.energy(server.round)).items()}
         # What the factors leave out is lost for the server too, so that it has what its clients will have.
         new = changed(part_of(server.state, self.module), restore(update, self._like))
         held = {name: tensor for name, tensor in server.state.items() if name.startswith("held.")}

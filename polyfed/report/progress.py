@@ -80,6 +80,19 @@ class QuietProgress(Watcher):
                 signal.signal(number, handler)
 
 
+class NoteProgress(QuietProgress):
+    """Shows notes only, each once, although several runs may have it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._shown: set[str] = set()
+
+    def on_note(self, note: str) -> None:
+        if note not in self._shown:
+            self._shown.add(note)
+            self.console.print(f"note: {note}", soft_wrap=True)
+
+
 class LineProgress(QuietProgress):
     """A line for every evaluated round, for files and pipes."""
 

@@ -1,4 +1,4 @@
-"""Training on the server: a small module on vectors that clients sent, with plain SGD."""
+"""Training on the server: a small module on vectors that clients sent, with plain SGD; steps of any other kind."""
 
 from __future__ import annotations
 
@@ -51,20 +51,41 @@ def train_on_vectors(
     could be is added to `notes`.
     """
     work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
-    # All at once: a copy for every epoch would let the GPU wait for it.
-    orders = torch.stack([torch.randperm(len(vectors), generator=generator) for _ in range(epochs)]).to(vectors.device)
-    losses = vectors.new_empty(len(vectors))
-    quick = on_gpu(vectors) and not _eager.get()
-    step = fused(module, vectors, labels, lr) if fused and quick else None
+    orders = torch.stack([torch.randperm(len(vectors), generator=generator) for _ in range(epochs)])
+    step = fused(module, vectors, labels, lr) if fused and quick(vectors) else None
     step = step or sgd_step(module, vectors, labels, lr, loss)
-    epoch: Step = partial(in_batches, step, size=batch_size)
-    if quick and epochs * -(-len(vectors) // batch_size) >= _WORTH_CAPTURING:
-        notes = [] if notes is None else notes
-        epoch = Replayed(step, samples=len(vectors), size=batch_size, epochs=epochs, notes=notes).epoch
+    losses = vectors.new_empty(len(vectors))
     with _few_threads(work):
-        for order in orders:
-            epoch(order, losses)
+        # All at once: a copy for every epoch would let the GPU wait for it.
+        make_steps(step, orders.to(vectors.device), losses, size=batch_size, notes=notes)
     return float(losses.mean())
+
+
+def make_steps(
+    step: Step,
+    orders: Tensor,
+    losses: Tensor,
+    *,
+    size: int,
+    worth: int = _WORTH_CAPTURING,
+    notes: list[str] | None = None,
+) -> None:
+    """Steps on batches of so many rows, in the order [epochs, rows] of each epoch; `losses` get those of the last.
+
+    On a GPU they are captured in graphs if there are at least `worth`. It may still be at work when this returns.
+    """
+    epochs, samples = orders.shape
+    epoch: Step = partial(in_batches, step, size=size)
+    if quick(orders) and epochs * -(-samples // size) >= worth:
+        notes = [] if notes is None else notes
+        epoch = Replayed(step, samples=samples, size=size, epochs=epochs, notes=notes).epoch
+    for order in orders:
+        epoch(order, losses)
+
+
+def quick(tensor: Tensor) -> bool:
+    """Whether what the server does with this tensor may be captured, or done by kernels of our own."""
+    return on_gpu(tensor) and not _eager.get()
 
 
 def on_gpu(vectors: Tensor) -> bool:

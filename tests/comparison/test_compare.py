@@ -13,6 +13,7 @@ import polyfed
 from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.outcomes import ROUNDS
 from polyfed.errors import InputError
+from polyfed.server.federation import Federation
 from tests.shell import Shell, is_one_sentence
 from tests.support import Narrow, Wide, tiny_dataset
 
@@ -59,6 +60,15 @@ def test_a_comparison_writes_its_tables_and_continues_with_more(shell: Shell, tm
         assert refused.status == 2 and is_one_sentence(refused.error), refused.error
         assert f"'here' holds another comparison: {words}" in refused.error
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "here").rglob("*") if path.is_file()}
+
+
+def test_a_note_of_several_runs_is_printed_once(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal no rounds are shown, but what a user should know is."""
+    one_round = Federation.round
+    monkeypatch.setattr(Federation, "round", lambda self, number: (self.note("slow today"), one_round(self, number))[1])
+    few = [*SMALL, "--no-noise-floor", "--seeds", "0-1", "--no-differences"]
+    assert shell("compare", "standalone", *few, "--out", "here").error == "note: slow today\n"
+    assert shell("compare", "standalone", *few, "--out", "there", "-q").error == ""
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,13 @@ def test_pooling(windows: dict[str, int], size: Any, side: int) -> None:
     close(own, gradients(lambda a: functional.max_pool2d(a, size, **windows), (0,), x))
 
 
+def test_pooling_by_one_window_that_begins_outside_of_the_image() -> None:
+    """It has the image's size, but does not cover it."""
+    x = random(CLIENTS, SAMPLES, 3, 4, 4)
+    own = gradients(lambda a: served(layers.pooling(a, 4, padding=1)), (0,), x)
+    close(own, gradients(lambda a: functional.max_pool2d(a, 4, padding=1), (0,), x))
+
+
 def test_pooling_and_concatenation_leave_images_as_they_lie() -> None:
     """Channels before samples, as products leave them: so the next product need not move them."""
     x = random(CLIENTS, 3, SAMPLES, 8, 8).transpose(1, 2)

@@ -1,6 +1,8 @@
 """Factors of matrices: the rank by hand, the energy and the number of floats as properties, the odd cases."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from polyfed.methods.parts.compression import (
     check_forms,
     compress,
     compressed_schema,
+    factorise,
     needed_rank,
     restore,
 )
@@ -75,6 +78,68 @@ def test_energy_is_kept_with_no_more_floats_than_raw(shape: list[int], energy: f
     check_forms(sent, state)
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(2, 40), columns=st.integers(3, 40), energy=st.floats(0.3, 0.99), seed=st.integers(0, 1000))
+def test_rank_is_that_of_a_singular_value_decomposition(rows: int, columns: int, energy: float, seed: int) -> None:
+    """Whether the diagonal tells it at once or not; the factors multiply to the best approximation of that rank."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(columns, generator=generator) ** int(torch.randint(0, 9, (1,), generator=generator))
+    matrix = torch.randn(rows, columns, generator=generator) * scales
+    u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    rank = needed_rank(values.square(), energy)
+    found = factorise(matrix, energy)
+    if rank * (rows + columns) >= rows * columns:
+        assert found is None
+        return
+    assert found is not None
+    assert (found[0].shape, found[1].shape) == ((rows, rank), (rank, columns))
+    best = (u[:, :rank] * values[:rank]) @ v[:rank]
+    lost, least = (float((matrix - each).square().sum()) for each in (found[0] @ found[1], best))
+    assert lost == pytest.approx(least, rel=1e-4, abs=1e-9 * float(values.square().sum()))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "calls"),
+    [
+        (diagonal(3.0, 2.0), ["eigh"]),  # the diagonal has squares 9 and 4: both are needed, and rank 2 is smaller
+        (diagonal(*[1.0] * 6), ["eigvalsh"]),  # of six equal ones all are needed
+        (torch.ones(6, 6), ["eigvalsh", "eigh"]),  # six equal entries on the diagonal too, but its rank is 1
+    ],
+)
+def test_vectors_are_computed_only_if_they_pay_off(
+    matrix: torch.Tensor, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And eigenvalues alone only where the diagonal can't tell."""
+    made = []
+
+    def recorded(name: str, actual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(gram: torch.Tensor) -> Any:
+            made.append(name)
+            return actual(gram)
+
+        return call
+
+    for name in ("eigvalsh", "eigh"):
+        monkeypatch.setattr(torch.linalg, name, recorded(name, getattr(torch.linalg, name)))
+    factors = factorise(matrix, 0.95)
+    assert made == calls
+    assert (factors is None) == (calls == ["eigvalsh"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(16, 75), (500, 120), (90, 500)])
+def test_factors_of_a_gpu_are_those_of_the_cpu(shape: tuple[int, int]) -> None:
+    """Small matrices visit the CPU on the way."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(*shape, generator=generator) * torch.rand(shape[1], generator=generator) ** 12
+    there, here = factorise(matrix.cuda(), 0.97), factorise(matrix, 0.97)
+    assert there is not None and here is not None
+    assert there[0].shape == here[0].shape
+    assert there[0].is_cuda and there[1].is_cuda
+    products = [left.double().cpu() @ right.double().cpu() for left, right in (there, here)]
+    torch.testing.assert_close(products[0], products[1], rtol=1e-4, atol=1e-5)
+
+
 def test_convolutions_are_matrices_of_filters_by_the_rest() -> None:
     filters = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
     kernel = torch.randn(1, 3 * 5 * 5, generator=torch.Generator().manual_seed(2))
@@ -122,6 +187,7 @@ def test_messages_with_wrong_forms_are_refused() -> None:
     check({**bias, **raw})
     check({**bias, **factors(1, 1)})
     check({**bias, **factors(4, 4)})
+    check({**bias, **factors(2, 2, 1e19)})
     for tensors, reason in (
         ({**bias}, "either"),
         ({**bias, **raw, **factors(1, 1)}, "either"),
@@ -130,6 +196,7 @@ def test_messages_with_wrong_forms_are_refused() -> None:
         ({**bias, **factors(5, 5)}, "rank 5"),
         ({**bias, **factors(1, 2)}, "shape"),
         ({**bias, **factors(1, 1, 1e30)}, "not finite"),
+        ({**bias, **factors(4, 4, 1e19)}, "not finite"),  # four times 1e38, each of which is finite
         ({**bias, **factors(1, 1, math.nan)}, "not finite"),
         ({**bias, "weight": torch.ones(4, 6)}, "shape"),
         ({**raw}, "lacks"),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,17 @@ from polyfed.errors import BadMessage, DivergedError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Knowledge, Method, Server
 from polyfed.methods.fedgen import FedGen, generator_of
-from polyfed.methods.parts.feature_generator import ClientGenerator, ServerGenerator, sameness, teaching_loss
+from polyfed.methods.parts.feature_generator import (
+    ClientGenerator,
+    ServerGenerator,
+    sameness,
+    teaching_loss,
+    train_generator,
+)
 from polyfed.methods.parts.tools import module_state
 from polyfed.models import resolve
+from polyfed.server import replay, training
+from polyfed.server.training import eager
 from tests import support
 from tests.methods import parity
 
@@ -210,6 +219,93 @@ def test_generator_learns_what_the_heads_recognise() -> None:
     assert float((features[:, :CLASSES].argmax(1) == labels).float().mean()) > 0.95
     assert all(bool(torch.isfinite(t).all()) for t in generator.state_dict().values())
     assert not torch.equal(start["generator.last.weight"], generator.last.weight)
+
+
+class Training:
+    """A generator of five hidden units and three heads; nobody has samples of class 1."""
+
+    steps, size, lr = 20, 6, 0.01
+
+    def __init__(self, device: str = "cpu") -> None:
+        torch.manual_seed(0)
+        self.heads = 2 * torch.randn(3, SIZE, CLASSES, device=device)
+        self.generator = ServerGenerator(CLASSES, SIZE, noise=3, hidden=5).to(device)
+        self.counts = torch.tensor([[3, 0, 0, 1], [1, 0, 2, 0], [5, 0, 0, 0]]).double()
+        self.random = torch.Generator().manual_seed(1)
+        self.notes: list[str] = []
+
+    def run(self) -> float:
+        return train_generator(
+            self.generator, lambda features: features @ self.heads, self.counts, steps=self.steps,
+            batch_size=self.size, lr=self.lr, random=self.random, notes=self.notes,
+        )  # fmt: skip
+
+    def run_plainly(self) -> float:
+        """The same steps, one after another, each with its own draws."""
+        optimiser = torch.optim.Adam(self.generator.parameters(), self.lr, weight_decay=1e-2)
+        losses = []
+        for _ in range(self.steps):
+            labels = torch.tensor([0, 2, 3])[torch.randint(3, (self.size,), generator=self.random)]
+            noise = torch.randn(self.size, 3, generator=self.random)
+            features = self.generator.train()(noise, labels)
+            values = teaching_loss(features @ self.heads, labels, self.counts)
+            optimiser.zero_grad()
+            (values.mean() + sameness(noise, features)).backward()
+            optimiser.step()
+            losses.append(values.detach())
+        return float(torch.cat(losses).mean())
+
+    def left(self) -> dict[str, Tensor]:
+        """What training has changed: weights, statistics of batch norm, the state of the draws."""
+        return {**self.generator.state_dict(), "draws": self.random.get_state()}
+
+
+def test_generator_s_steps_are_those_of_a_plain_loop_bit_by_bit() -> None:
+    quick, plain = Training(), Training()
+    start = {name: tensor.clone() for name, tensor in quick.left().items()}
+    assert quick.run() == plain.run_plainly()
+    assert all(torch.equal(tensor, plain.left()[name]) for name, tensor in quick.left().items())
+    assert all(bool((tensor != start[name]).any()) for name, tensor in quick.left().items())
+    assert int(quick.generator.norm.num_batches_tracked) == 20
+    assert not quick.generator.training
+    assert all(parameter.grad is None for parameter in quick.generator.parameters())
+
+
+def test_steps_that_cannot_be_captured_are_made_and_the_server_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object) -> None:
+        raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(training, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(replay._Span, "_plain", replay._Span._take)
+    monkeypatch.setattr(replay, "_PLAIN_STEPS", 0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(replay, "capturing", refused)
+    sent = (head(0.3), [0], [7]), (head(0.2), [2], [5])
+    noted = aggregated(support.new_method("fedgen"), *sent)
+    with eager():
+        plain = aggregated(support.new_method("fedgen"), *sent)
+    assert noted.notes == ["the server's steps can't be captured on the GPU and take longer (not permitted)"]
+    assert plain.notes == []
+    states = generator_of(noted).state_dict(), generator_of(plain).state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where steps are captured")
+@pytest.mark.parametrize("steps", [20, 50, 100])
+def test_captured_steps_are_those_of_the_loop(steps: int) -> None:
+    """The weights, batch norm's statistics and its count of batches, the mean loss, and what is drawn afterwards."""
+    captured, loop = Training("cuda"), Training("cuda")
+    means = []
+    for one in (captured, loop):
+        one.steps = steps
+        with eager() if one is loop else nullcontext():
+            means.append(one.run())
+        assert one.notes == []
+        assert all(parameter.grad is None for parameter in one.generator.parameters())
+        assert int(one.generator.norm.num_batches_tracked) == steps
+    assert means[0] == pytest.approx(means[1], rel=1e-4)
+    for name, tensor in captured.left().items():
+        torch.testing.assert_close(tensor, loop.left()[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_features_of_different_noise_are_driven_apart() -> None:

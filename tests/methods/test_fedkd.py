@@ -189,6 +189,20 @@ def test_server_adds_the_mean_change() -> None:
     assert everywhere(server.state, fedkd) == {12.0}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_server_with_a_gpu_factors_there_and_keeps_its_state_on_the_cpu() -> None:
+    fedkd, found = method(), []
+    sent = {name: torch.randn(t.shape).abs() for name, t in fedkd._like.items()}
+    for device in ("cuda", "cpu"):
+        server = started(fedkd)
+        server.device = torch.device(device)
+        fedkd.aggregate(server, [support.reply(0, sent)])
+        assert all(not tensor.is_cuda for tensor in server.state.values())
+        found.append({name: server.state[name] for name in fedkd._like})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], rtol=1e-4, atol=1e-5)
+
+
 def test_changes_are_downloaded_by_those_who_hold_the_version_before() -> None:
     """Clients 0 and 1 got version 10; only the reply of 0 was fused. It gets the change 1 to 11; others get 11."""
     fedkd = method()

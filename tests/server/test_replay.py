@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.methods.parts.tools import cross_entropy
-from polyfed.server import replay
+from polyfed.server import replay, training
 from polyfed.server.replay import Replayed, in_batches
-from polyfed.server.training import Loss, classification_loss, eager, sgd_step, train_on_vectors
+from polyfed.server.training import Loss, classification_loss, eager, make_steps, sgd_step, train_on_vectors
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where steps are captured")
 
@@ -89,6 +90,22 @@ def test_most_of_many_steps_are_replayed(without_gpu: None) -> None:
     for _ in range(100):
         training.epoch(torch.arange(1000), torch.zeros(1000))
     assert (Graph.made, Graph.replays) == (1, 399)
+
+
+def test_steps_are_captured_on_a_gpu_from_a_number_on_and_never_within_eager(
+    without_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty steps in two epochs: three are made without a graph, 17 replayed. They write the last epoch's losses."""
+    monkeypatch.setattr(training, "on_gpu", lambda tensor: True)
+    orders, found = torch.arange(30).expand(2, -1), []
+    for worth, within in ((20, nullcontext()), (21, nullcontext()), (20, eager())):
+        step, losses, before = Recorded(), torch.zeros(30), Graph.replays
+        with within:
+            make_steps(step, orders, losses, size=3, worth=worth)
+        found.append(Graph.replays - before)
+        assert step.rows == [rows.tolist() for order in orders for rows in order.split(3)]
+        assert torch.equal(losses, torch.arange(30) + 100.0 * (10 + torch.arange(30) // 3))
+    assert found == [17, 0, 0]
 
 
 def test_steps_that_cannot_be_captured_are_made_with_a_note(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

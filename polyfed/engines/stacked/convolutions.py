@@ -86,7 +86,7 @@ class Direct:
     def image_gradient(self, gradient: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The filters turned around."""
         around = tuple(k - 1 - p for k, p in zip(self.windows.size, self.windows.padding, strict=True))
-        of_x: Tensor = _kernels("kernels").convolve(gradient, weight.transpose(1, 2).flip(3, 4), None, around)
+        of_x: Tensor = _kernels("kernels").convolve(gradient, weight, None, around, turned=True)
         return of_x
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,25 +34,31 @@ PROGRAMS = 528
 """About how many parts the weights' gradients of all clients are cut into: four for each multiprocessor of an H200."""
 COLUMNS = 64
 """Of the product that is a convolution, at most: few channels leave room for groups of four pixels, more for two."""
+FEW_CHANNELS = 4
+"""Up to so many, neighbouring threads had better read a field than neighbouring pixels."""
 BLOCK = 1024
 """Pixels of a pooling at a time."""
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
-    """Images [clients, samples, in, H, W] with weights [clients, out, in, …] and bias [clients, out], stride 1."""
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, *, turned: bool = False) -> Tensor:
+    """Images [clients, samples, in, H, W] with weights [clients, out, in, …] and bias [clients, out], stride 1.
+
+    `turned`: with the filters turned around, from weights [clients, in, out, …].
+    """
     x, weight = in_reach(x), weight.contiguous()
     clients, samples, channels, height, width = x.shape
-    out, kernel = weight.shape[1], weight.shape[3:]
+    out, kernel = weight.shape[2 if turned else 1], weight.shape[3:]
     down, across = (n + 2 * p - k + 1 for n, p, k in zip((height, width), padding, kernel, strict=True))
     y = x.new_empty(clients, samples, out, down, across)
     group = (2 if 4 * out <= COLUMNS else 1, 2 if 2 * out <= COLUMNS else 1)
     groups = samples * triton.cdiv(down, group[0]) * triton.cdiv(across, group[1])
-    few = clients * groups < PROGRAMS // 2 * CONVOLVE.pixels  # use smaller blocks, so that no multiprocessor is idle
+    few = clients * groups < PROGRAMS // 3 * CONVOLVE.pixels  # use smaller blocks, so that no multiprocessor is idle
     rows = CONVOLVE.pixels // 2 if few else CONVOLVE.pixels
     _convolve[(triton.cdiv(groups, rows), clients)](
         x, weight, weight if bias is None else bias.contiguous(), y, samples, *x.stride(),
-        channels, out, *kernel, *padding, height, width, bias is not None, _precision(), *group,
-        rows, CONVOLVE.depth, _power(out * group[0] * group[1]), num_warps=CONVOLVE.warps, num_stages=CONVOLVE.stages,
+        channels, out, *kernel, *padding, height, width, bias is not None, turned, _precision(),
+        channels > FEW_CHANNELS, *group, rows, CONVOLVE.depth, _power(out * group[0] * group[1]),
+        num_warps=CONVOLVE.warps, num_stages=CONVOLVE.stages,
     )  # fmt: skip
     return y
 
@@ -100,8 +106,14 @@ def unpool(gradient: Tensor, places: Tensor, windows: Windows, shape: Pair) -> T
         return unpool(gradient.transpose(1, 2), places.transpose(1, 2), windows, shape).transpose(1, 2)
     gradient, places = gradient.contiguous(), places.contiguous()
     x = gradient.new_empty(*gradient.shape[:-2], *shape)
+    size = (gradient.shape[-2], gradient.shape[-1])
+    covered = tuple(n * k for n, k in zip(size, windows.size, strict=True)) == shape
+    if covered and windows == Windows(windows.size, windows.size, (0, 0), (1, 1)):
+        grid = (triton.cdiv(gradient.numel(), BLOCK),)
+        _unpool_apart[grid](gradient, places, x, gradient.numel(), size[1], *windows.size, BLOCK)
+        return x
     grid = (triton.cdiv(x.numel(), BLOCK),)
-    _unpool[grid](gradient, places, x, x.numel(), *shape, *gradient.shape[-2:], *windows.numbers(), BLOCK)
+    _unpool[grid](gradient, places, x, x.numel(), *shape, *size, *windows.numbers(), BLOCK)
     return x
 
 
@@ -143,18 +155,26 @@ def _patches(
 
 
 @triton.jit
-def _spread(w, o, down, right, channel, i, j, OUT: tl.constexpr, IN: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
+def _spread(
+    w, o, down, right, channel, i, j,
+    TURNED: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+):  # fmt: skip
     """What filter o, moved by these rows and columns, has at place (i, j); zero outside the filter."""
     i, j = i - down, j - right
     known = (o < OUT) & (channel < IN) & (i >= 0) & (i < KH) & (j >= 0) & (j < KW)
-    return tl.load(w + (o * (IN * KH * KW) + channel * (KH * KW) + i * KW + j), known, 0.0)
+    if TURNED:
+        place = channel * (OUT * KH * KW) + o * (KH * KW) + (KH - 1 - i) * KW + (KW - 1 - j)
+    else:
+        place = o * (IN * KH * KW) + channel * (KH * KW) + i * KW + j
+    return tl.load(w + place, known, 0.0)
 
 
 @triton.jit
 def _convolve(
     x, w, bias, y, samples, xn, xb, xc, xh, xw,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, TURNED: tl.constexpr,
+    PRECISION: tl.constexpr, ALONG_PIXELS: tl.constexpr,
     GH: tl.constexpr, GW: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Patches [groups, IN × FH × FW] times weights [IN × FH × FW, OUT × GH × GW], for a block of groups.
@@ -172,7 +192,7 @@ def _convolve(
     CUT: tl.constexpr = ROWS * GH > OH or ROW * GW > OW
     CHECKED: tl.constexpr = CUT or PH > 0 or PW > 0
     client = tl.program_id(1).to(tl.int64)
-    m, n = tl.program_id(0) * BM + tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)[None, :]
     real = m < samples * (ROWS * ROW)
     sample, group = m // (ROWS * ROW), m % (ROWS * ROW)
     row, column = group // ROW * GH, group % ROW * GW
@@ -186,17 +206,23 @@ def _convolve(
         total += tl.load(bias + client * OUT + o, o < OUT, 0.0).to(tl.float32)
     for first in range(0, IN * FH * FW, BK):
         k = first + tl.arange(0, BK)
-        if IN % BK == 0:  # one place of the field in several channels: fewer checks whether it is inside
-            c, i, j = k % IN, first // IN // FW, first // IN % FW
-            patch = _patches(corner, top, left, c[None, :], i, j, xc, xh, xw, real, CHECKED, H, W)
-            weight = _spread(w, o, down, right, c[:, None], i, j, OUT, IN, KH, KW)
+        c, i, j = k // (FH * FW), k % (FH * FW) // FW, k % FW
+        if ALONG_PIXELS:  # threads of a warp read along the last axis, here neighbouring pixels of one channel
+            patch = tl.trans(
+                _patches(
+                    corner[None, :], top[None, :], left[None, :], c[:, None], i[:, None], j[:, None], xc, xh, xw,
+                    real[None, :] & (c < IN)[:, None], CHECKED, H, W,
+                )
+            )  # fmt: skip
         else:
-            c, i, j = k // (FH * FW), k % (FH * FW) // FW, k % FW
-            inside = real & (c < IN)[None, :]
-            patch = _patches(corner, top, left, c[None, :], i[None, :], j[None, :], xc, xh, xw, inside, CHECKED, H, W)
-            weight = _spread(w, o, down, right, c[:, None], i[:, None], j[:, None], OUT, IN, KH, KW)
+            patch = _patches(
+                corner[:, None], top[:, None], left[:, None], c[None, :], i[None, :], j[None, :], xc, xh, xw,
+                real[:, None] & (c < IN)[None, :], CHECKED, H, W,
+            )  # fmt: skip
+        weight = _spread(w, o, down, right, c[:, None], i[:, None], j[:, None], TURNED, OUT, IN, KH, KW)
         total = tl.dot(patch, weight, total, input_precision=PRECISION)
-    real = real & (o < OUT)
+    sample, row, column = sample[:, None], row[:, None], column[:, None]
+    real = real[:, None] & (o < OUT)
     if CUT:
         real = real & (row + down < OH) & (column + right < OW)
     place = sample * (OUT * OH * OW) + row * OW + column + (o * (OH * OW) + down * OW + right)
@@ -276,17 +302,25 @@ def _unpool(
     plane, pixel = number // (H * W) * (OH * OW), (number % (H * W)).to(tl.int32)
     row, column = pixel // W + PH, pixel % W + PW
     total = tl.zeros((BLOCK,), tl.float32)
-    if SH == KH and SW == KW and DH == 1 and DW == 1:  # every pixel is in one window
-        where, inside = row // KH * OW + column // KW, real & (row < OH * KH) & (column < OW * KW)
-        chosen = tl.load(places + plane + where, inside, 255).to(tl.int32) == row % KH * KW + column % KW
-        total = tl.load(g + plane + where, inside & chosen, 0.0).to(tl.float32)
-    else:
-        for i in tl.static_range(KH):
-            for j in tl.static_range(KW):
-                down, right = row - i * DH, column - j * DW
-                inside = real & (down >= 0) & (down % SH == 0) & (down // SH < OH)
-                inside = inside & (right >= 0) & (right % SW == 0) & (right // SW < OW)
-                where = down // SH * OW + right // SW
-                chosen = tl.load(places + plane + where, inside, 255).to(tl.int32) == i * KW + j
-                total += tl.load(g + plane + where, inside & chosen, 0.0).to(tl.float32)
+    for i in tl.static_range(KH):
+        for j in tl.static_range(KW):
+            down, right = row - i * DH, column - j * DW
+            inside = real & (down >= 0) & (down % SH == 0) & (down // SH < OH)
+            inside = inside & (right >= 0) & (right % SW == 0) & (right // SW < OW)
+            where = down // SH * OW + right // SW
+            chosen = tl.load(places + plane + where, inside, 255).to(tl.int32) == i * KW + j
+            total += tl.load(g + plane + where, inside & chosen, 0.0).to(tl.float32)
     tl.store(x + number, total.to(x.dtype.element_ty), real)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _unpool_apart(g, places, x, count, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for windows that cover the images without overlap: each gives its pixels their gradients."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = number < count
+    gradient, place = tl.load(g + number, real), tl.load(places + number, real)
+    # A row of windows, wherever it is, begins KH rows of pixels after the one before.
+    x += number // OW * (KH * KW * OW) + number % OW * KW
+    for i in tl.static_range(KH):
+        for j in tl.static_range(KW):
+            tl.store(x + (i * KW * OW + j), tl.where(place == i * KW + j, gradient, 0.0), real)

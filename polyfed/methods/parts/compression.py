@@ -10,16 +10,19 @@ networks travel as `changes`: of a matrix the difference to a version that both 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from polyfed.errors import BadMessage
-from polyfed.message import Floats, Schema, State
+from polyfed.message import Floats, Schema, State, largest_each
 from polyfed.methods.parts.tools import is_variance
 
 LEFT, RIGHT = ".left", ".right"
+_SMALL = 32
+"""Rows of a matrix whose eigenvectors a CPU has found before a GPU has launched its kernels."""
 
 
 def changes(state: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> State:
@@ -80,16 +83,30 @@ def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
     if rows * columns <= rows + columns or not bool(torch.isfinite(matrix).all()):
         return None
     # Squared singular values are the eigenvalues of the smaller Gram matrix, which takes less time than an SVD and in
-    # double precision is more exact than float32 needs. The vectors cost most and are computed only if they pay off.
+    # double precision is more exact than float32 needs.
     wide = rows < columns
     gram = matrix @ matrix.T if wide else matrix.T @ matrix
-    rank = needed_rank(torch.linalg.eigvalsh(gram).flip(0), energy)
-    if rank * (rows + columns) >= rows * columns:
+    kept = _leading_vectors(gram, energy, (rows * columns - 1) // (rows + columns))
+    if kept is None:
         return None
-    vectors = torch.linalg.eigh(gram).eigenvectors
-    kept = vectors[:, -rank:].flip(1)
+    kept = kept.to(matrix.device)
     left, right = (kept, kept.T @ matrix) if wide else (matrix @ kept, kept.T)
     return left.to(tensor.dtype).contiguous(), right.to(tensor.dtype).contiguous()
+
+
+def _leading_vectors(gram: Tensor, energy: float, most: int) -> Tensor | None:
+    """As many eigenvectors as keep the energy, by descending eigenvalue; None if these are more than `most`."""
+    if len(gram) <= _SMALL:
+        gram = gram.cpu()
+    # The k largest eigenvalues have no smaller sum than the k largest entries of the diagonal (Schur), so these may
+    # tell that the vectors pay off. Otherwise the eigenvalues do, which cost less.
+    diagonal = gram.diagonal().sort(descending=True).values
+    if needed_rank(diagonal, energy) > most and needed_rank(torch.linalg.eigvalsh(gram).flip(0), energy) > most:
+        return None
+    found = torch.linalg.eigh(gram)
+    rank = min(needed_rank(found.eigenvalues.flip(0), energy), most)  # by rounding it could be one more
+    kept: Tensor = found.eigenvectors[:, -rank:].flip(1)
+    return kept
 
 
 def needed_rank(squares: Tensor, energy: float) -> int:
@@ -132,5 +149,7 @@ def check_forms(sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
         largest = min(left.shape[0], right.shape[1])
         if not 1 <= left.shape[1] <= largest:
             raise BadMessage(f"the factors of '{name}' have rank {left.shape[1]}, not 1 to {largest}.")
-        if not bool(torch.isfinite(left @ right).all()):
+        # The product itself takes longest to check, and its largest possible entry nearly always tells.
+        bound = left.shape[1] * math.prod(largest_each([left, right]))
+        if not bound < torch.finfo(left.dtype).max / 2 and not bool(torch.isfinite(left @ right).all()):
             raise BadMessage(f"the factors of '{name}' have a product that is not finite.")
