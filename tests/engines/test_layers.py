@@ -136,6 +136,13 @@ def test_pooling_by_one_window_that_begins_outside_of_the_image() -> None:
     close(own, gradients(lambda a: functional.max_pool2d(a, 4, padding=1), (0,), x))
 
 
+def test_pooling_whose_result_gets_no_gradient() -> None:
+    """A function after it may give none, which is zero."""
+    x = random(CLIENTS, SAMPLES, 3, 4, 4)
+    (_, of_x) = gradients(lambda a: support.Cut()(served(layers.pooling(a, 2))), (0,), x)
+    assert torch.equal(of_x, torch.zeros_like(x))
+
+
 def test_pooling_and_concatenation_leave_images_as_they_lie() -> None:
     """Channels before samples, as products leave them: so the next product need not move them."""
     x = random(CLIENTS, 3, SAMPLES, 8, 8).transpose(1, 2)
@@ -288,6 +295,18 @@ def test_a_linear_layer_s_gradient_may_be_differentiated() -> None:
         vmap(grad(partial(length, layer), (0, 1, 2)))(x, weight, bias) for layer in (layers.linear, functional.linear)
     )
     close(own, theirs)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64])
+def test_autocast_does_not_touch_numbers_of_other_kinds(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch computes with 64 bits even then, and refuses whole numbers."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
+    x, weight, bias = random(SAMPLES, 5), random(6, 5), random(6)
+    assert served(layers.linear(x, weight, bias)).dtype == torch.bfloat16
+    assert layers.linear(x.to(kind), weight.to(kind), bias.to(kind)) is None
+    assert layers.linear(x.to(kind), weight, bias) is None
+    assert layers.convolution(random(SAMPLES, 4, 8, 8).to(kind), random(4, 4, 3, 3)) is None
 
 
 def test_other_linear_layers_are_left_to_pytorch() -> None:

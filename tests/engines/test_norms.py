@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from polyfed.engines.stacked import layers, norms
 from polyfed.engines.stacked.norms import MaskedNorms, OtherRows
+from tests import support
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = ["operations", pytest.param("kernels", marks=pytest.mark.skipif(not find_spec("triton"), reason="no Triton"))]
@@ -137,6 +138,27 @@ def test_a_large_mean_costs_no_precision(way: str) -> None:
     own = {name: tensor[0].clone() for name, tensor in state.items()}
     y = train_stacked(norm, state, x)[0]
     torch.testing.assert_close(y[0], train_alone(norm, own, x[0])[0], rtol=1e-2, atol=1e-2)
+
+
+def test_layers_of_a_network_may_differ(way: str) -> None:
+    """In their momentum, and in the number of pixels, by which a variance is corrected."""
+    norm = nn.Sequential(nn.BatchNorm2d(3), nn.AvgPool2d(2), nn.BatchNorm2d(3), nn.BatchNorm2d(3, momentum=0.5))
+    x = torch.randn(len(MASK), 5, 3, 4, 2, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    state = stacked_state(norm.to(DEVICE))
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    train_stacked(norm, state, x)
+    for client, mask in enumerate(MASK[:-1]):
+        train_alone(norm, {name: tensor[client] for name, tensor in before.items()}, x[client, mask])
+        for name, buffer in norm.named_buffers():
+            torch.testing.assert_close(state[name][client], buffer, rtol=1e-4, atol=1e-4)
+
+
+def test_a_result_that_gets_no_gradient(way: str) -> None:
+    """A function after it may give none, which is zero."""
+    norm = nn.Sequential(nn.BatchNorm1d(3), support.Cut()).to(DEVICE)
+    x = torch.randn(len(MASK), 5, 3).to(DEVICE)
+    _, *found = train_stacked(norm, stacked_state(norm), x)
+    assert len(found) == 3 and not any(gradient.any() for gradient in found)
 
 
 def test_other_rows_than_samples_are_refused() -> None:

@@ -87,7 +87,7 @@ def convolution(
     """A convolution, or None if the kernels do not support it, or it is invalid: then PyTorch says what is wrong."""
     given = pairs(stride, padding, dilation)
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    if given is None or x.dim() != 4 or weight.dim() != 4 or not dtypes.issubset(DTYPES):
+    if given is None or x.dim() != 4 or weight.dim() != 4:
         return None
     windows = Windows((weight.shape[2], weight.shape[3]), *given)
     how = way(x, weight, windows, groups, bias is not None) if _fits(x, weight, bias, windows) else None
@@ -102,7 +102,7 @@ def convolution(
 
 def _common(dtypes: set[torch.dtype]) -> torch.dtype | None:
     """The type of numbers in which a layer computes; None if that is not clear, or not one of ours."""
-    if torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cuda") and dtypes.issubset(DTYPES):
         dtypes = {torch.get_autocast_dtype("cuda")}
     return next(iter(dtypes)) if len(dtypes) == 1 and dtypes.issubset(DTYPES) else None
 
@@ -305,7 +305,9 @@ class Pooling(Function):
         ctx.save_for_backward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradients[0] is None:
+            return None, None
         return _PoolingGradient.apply(gradients[0], *ctx.saved_tensors, ctx.windows, ctx.shape), None
 
     @staticmethod

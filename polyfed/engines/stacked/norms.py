@@ -108,7 +108,9 @@ class BatchNorm(Function):
         ctx.save_for_backward(x, mask, weight, *output[1:])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradients[0] is None:
+            return (None,) * 5
         of_x, of_weight, of_bias = _BatchNormGradient.apply(gradients[0], *ctx.saved_tensors, ctx.eps)
         return of_x, None, of_weight, of_bias, None
 
