@@ -145,8 +145,9 @@ def test_a_gradient_may_be_differentiated(loss: Loss, monkeypatch: pytest.Monkey
     alone = logits[0].clone().requires_grad_()
     found = []
     for each in (partial(served, loss), loss):
-        (first,) = torch.autograd.grad(each(alone, labels[0]).square().sum(), alone, create_graph=True)
-        found.append(torch.autograd.grad(first.sin().sum(), alone)[0])
+        values = each(alone, labels[0]).sin()  # steep at zero, the loss of an ignored label
+        (first,) = torch.autograd.grad(values.sum(), alone, create_graph=True)
+        found.append(torch.autograd.grad((first * logits[1]).sum(), alone)[0])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -203,12 +204,15 @@ def _average(values: Tensor, mask: Tensor, shown: Tensor) -> tuple[Tensor, tuple
 
 @pytest.mark.parametrize("way", ["kernels", "operations"])
 def test_means_of_real_samples(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 … 5 add up to 15, 6 and 7 to 13; each of n real samples gets an n-th of the gradient, 3."""
+    """1 … 5 add up to 15, 6 and 7 to 13; each of n real samples gets an n-th of the gradient, 3. The same alone."""
     values = torch.arange(1.0, 16.0, device=DEVICE).view(MASK.shape)
     average, total, of_values = averages(values, way, monkeypatch)
     assert average.tolist() == [3.0, 6.5, 0.0] and total.tolist() == [15.0, 13.0, 0.0]
     expected = [[3 / 5] * 5, [1.5, 1.5, 0, 0, 0], [0] * 5]
     torch.testing.assert_close(of_values, torch.tensor(expected, device=DEVICE))
+    own = MASK[1].to(DEVICE)
+    alone, (average, total) = grad(_average, has_aux=True)(values[1], own, own)
+    assert torch.equal(alone, of_values[1]) and (float(average), float(total)) == (6.5, 13.0)
 
 
 @pytest.mark.parametrize("way", ["kernels", "operations"])

@@ -17,11 +17,12 @@ from polyfed.config import read_experiment
 from polyfed.errors import InputError, RunError
 from polyfed.records import disk
 from polyfed.records.claim import locked
-from polyfed.server.federation import Interrupted, Watcher
+from polyfed.server.federation import Federation, Interrupted, Watcher
 from polyfed.tuning import Choices, Range, parse_search, search_space, tune
 from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import Trial
 from polyfed.tuning.space import check_space
+from tests.shell import Shell
 
 pytest.importorskip("optuna", reason="tuning needs the extra polyfed[tune]")
 
@@ -50,6 +51,20 @@ def test_the_best_trial_by_validation_becomes_an_experiment_file(tmp_path: Path)
     assert best.training.lr == 0.05 and best.rounds == 2 and best.method["name"] == "fedproto"
     assert found.best.value == rows.validation_accuracy.max()
     assert yaml.safe_load((tmp_path / "best.yaml").read_text())["tuned"]["seeds"] == [100]
+
+
+def test_the_command_shows_trials_and_notes_but_no_rounds(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those have accuracies on test samples, which must not guide a search."""
+    one_round = Federation.round
+    monkeypatch.setattr(Federation, "round", lambda self, number: (self.note("slow today"), one_round(self, number))[1])
+    given = [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
+    search = ("--trials", "1", "--sampler", "grid", "--search", "training.lr=0.05", "--out", str(tmp_path / "search"))
+    ended = shell("tune", "standalone", *search, *given)
+    assert (ended.status, ended.error) == (0, "note: slow today\n")
+    assert ended.output.startswith("standalone 1  validation ")
+    assert "round 1" not in ended.output
 
 
 def test_a_value_is_the_mean_validation_accuracy_over_the_seeds(tmp_path: Path) -> None:
