@@ -1,4 +1,4 @@
-"""Training on the server: a small module on vectors that clients sent, with plain SGD; steps of any other kind."""
+"""Training on the server: a small module on vectors that clients sent, with plain SGD; and steps of any other kind."""
 
 from __future__ import annotations
 

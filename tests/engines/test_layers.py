@@ -70,7 +70,7 @@ def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     ],
 )
 def test_convolution(channels: int, out: int, kernel: tuple[int, int], padding: Any, side: int) -> None:
-    """With all pixels of the result in whole groups or not, and channels that fill a block or do not."""
+    """With all pixels of the result in whole groups or not, and few channels or more."""
     x, weight = random(CLIENTS, SAMPLES, channels, side, side), random(CLIENTS, out, channels, *kernel)
     own = gradients(
         lambda *a: served(layers.convolution(*a, padding=padding)), (0, 0, 0), x, weight, random(CLIENTS, out)

@@ -1,6 +1,6 @@
 """Cross entropy in a form that `vmap` serves by one kernel of our own, and its gradient by another.
 
-A method may differentiate a gradient: that of the gradient is made of plain operations.
+A method may differentiate the gradient too; that derivative is made of plain operations.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ PROGRAMS = 528
 COLUMNS = 64
 """Of the product that is a convolution, at most: few channels leave room for groups of four pixels, more for two."""
 FEW_CHANNELS = 4
-"""Up to so many, neighbouring threads had better read a field than neighbouring pixels."""
+"""Up to this many, it is faster if neighbouring threads read the places of one field than neighbouring pixels."""
 BLOCK = 1024
 """Pixels of a pooling at a time."""
 

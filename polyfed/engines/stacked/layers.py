@@ -91,10 +91,8 @@ def convolution(
         return None
     windows = Windows((weight.shape[2], weight.shape[3]), *given)
     how = way(x, weight, windows, groups, bias is not None) if _fits(x, weight, bias, windows) else None
-    if how is None:
-        return None
     dtype = _common(dtypes)
-    if dtype is None:
+    if how is None or dtype is None:
         return None
     result: Tensor = Convolution.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), how)
     return result

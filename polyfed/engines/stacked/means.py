@@ -16,7 +16,7 @@ from polyfed.engines.stacked.batched import stacked
 def mean(values: Tensor, mask: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
     """The mean of those of a client's values that the mask marks, and their sum.
 
-    `shown` is the mask, or marks anything in a batch of padding alone, whose mean is zero.
+    `shown` is the mask, except in a batch of padding alone: there it marks every sample, and the mean is zero.
     """
     fits = values.dtype == torch.float32 and values.shape == mask.shape
     if fits and layers.on_gpu(values) and layers.kernels() is not None and len(values) <= _kernels().MOST:

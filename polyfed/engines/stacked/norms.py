@@ -30,7 +30,8 @@ class OtherRows(RuntimeError):
 class MaskedNorms(TorchFunctionMode):
     """Inside, the batch norms of a network look at the real samples of a batch only.
 
-    `mask` marks them. A client that is not active has finished: any samples give it numbers, and its norms stay.
+    `mask` marks them. A client that is not active has finished: then `mask` marks any samples, so that it gets numbers,
+    and its running statistics stay.
     """
 
     def __init__(self, network: nn.Module, mask: Tensor, active: Tensor) -> None:
