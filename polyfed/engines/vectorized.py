@@ -27,8 +27,9 @@ from polyfed.engines.client import round as local
 from polyfed.engines.client.probing import probe_sizes
 from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.stacked.captured import CapturedStep, Stream, stepped
+from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.layers import trouble
-from polyfed.engines.stacked.plan import Plan, new_plan
+from polyfed.engines.stacked.plan import Plan
 from polyfed.engines.stacked.replays import CohortReplays, Replays
 from polyfed.engines.stacked.round import Afterwards, CohortRound
 from polyfed.engines.stacked.trial import Trial
@@ -41,8 +42,6 @@ from polyfed.population import Population
 Result = TypeVar("Result")
 
 LARGEST_COHORT = 256
-MOST_AHEAD = 5_000_000
-"""Visits of samples that may be drawn ahead; with augmentation each needs some hundred bytes."""
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""
 
@@ -59,12 +58,11 @@ class VectorizedEngine(LocalEngine):
         self._stacks: dict[tuple[str, int], stacked.Stack] = {}
         self._streams: dict[str, Stream] = {}
         self._replays = Replays(self._note)
-        self._ahead: dict[tuple[int, ...], list[Plan]] = {}
-        """By round and clients, batches that were drawn during the previous round."""
         # The store is looked up when it is needed: a subclass may have another one.
         self._trial = Trial(
             self.population, self._network, lambda client: self.store.get(client), self._width, self.notes.append
         )
+        self._drawer = Drawer(self.population, self._trial, self._width, self._size)
         self._limit = LARGEST_COHORT
         self._apart = True
         """Architectures have streams of their own."""
@@ -119,7 +117,7 @@ class VectorizedEngine(LocalEngine):
         return {client: scores[client] for client in sorted(scores)}
 
     def close(self) -> None:
-        self._ahead.clear()
+        self._drawer.clear()
         try:
             self._let_go()
         finally:
@@ -155,8 +153,8 @@ class VectorizedEngine(LocalEngine):
                     queued.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
-        if self._come_again(downloads, round):
-            self._draw_ahead(queued, round)
+        if len(downloads) == self._present:  # so the next round has the same cohorts
+            self._drawer.draw_ahead([work.clients for work in queued], round)
         while queued:
             work = queued.popleft()
             try:
@@ -184,9 +182,8 @@ class VectorizedEngine(LocalEngine):
         phases = self.population.method.phases_in(round)
         with self._stream(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
-            drawn = self._ahead.pop((round, *clients), None) or self._plans(clients, round)
             # All plans before the first phase: moving one to a GPU waits for everything queued before.
-            plans = [plan.on(self.population.device) for plan in drawn]
+            plans = [plan.on(self.population.device) for plan in self._drawer.plans(clients, round)]
             # One generator for all phases of a client; made only if there is dropout.
             drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
             steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
@@ -195,38 +192,10 @@ class VectorizedEngine(LocalEngine):
             after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs)
             return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after)
 
-    def _plans(self, clients: list[int], round: int) -> list[Plan]:
-        """Draw all batches of a cohort, phase by phase."""
-        first, size = clients[0], self._size(clients)
-        normed = self._trial.of(first).normed
-        plan = partial(new_plan, self.population, clients, self._width(first), size, round=round)
-        return [
-            plan(phase=phase, singles=phase.name not in normed, pads=not self._exact(first, size, phase))
-            for phase in self.population.method.phases_in(round)
-        ]
-
-    def _exact(self, client: int, size: int, phase: Phase) -> bool:
-        """Whether nothing is padded in a phase: a single client has PyTorch's own batch norm."""
-        return size == 1 and phase.name in self._trial.of(client).normed
-
-    def _come_again(self, participants: Mapping[int, Message], round: int) -> bool:
-        """Whether everyone takes part, so the next round has the same cohorts, with few enough samples."""
-        people = self.population
-        if len(participants) < self._present or round == people.task.rounds:
-            return False
-        epochs = sum(phase.epochs for phase in people.method.phases())
-        return epochs * sum(len(own.train) for own in people.data.values()) <= MOST_AHEAD
-
     @property
     def _present(self) -> int:
         """How many clients can take part."""
         return len(self.population.data)
-
-    def _draw_ahead(self, queued: Iterable[CohortRound], round: int) -> None:
-        """Draw the batches of these cohorts for the next round too, while the GPU works."""
-        self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= round}
-        for work in queued:
-            self._ahead[round + 1, *work.clients] = self._plans(work.clients, round + 1)
 
     def _train_phase(
         self, clients: list[int], state: State, phase: Phase, plan: Plan, drops: Callable[[], list[torch.Generator]]
@@ -363,7 +332,7 @@ class VectorizedEngine(LocalEngine):
         name = self._architecture(client)
         key = (name, len(next(iter(state.values()))), phase.name)
         if key not in self._steps:
-            exact = self._exact(client, key[1], phase)
+            exact = self._trial.of(client).exact(key[1], phase)
             numbers = self.population.numbers([client] * key[1])
             step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact, numbers=numbers)
             most = phase.epochs * -(-self._longest[name] // self._width(client))

@@ -29,8 +29,8 @@ class FedORGP(PrototypeMethod):
         weight: float | None = Field(
             None,
             ge=0,
-            description="weight of 1 − cosine of a feature and its prototype; none: 1 / learning rate, the paper's 100 "
-            "at its 0.01",
+            description="weight of 1 − cosine of a feature and its prototype; none: (1 − momentum) / learning rate, "
+            "the paper's 100 at its 0 and 0.01",
         )
         similarity: float = Field(
             1.0, ge=0, description="weight on the server of 1 − cosine of a client's prototype and its class's"
@@ -50,8 +50,8 @@ class FedORGP(PrototypeMethod):
     def pull(self, net: ClientNetwork, features: Tensor, batch: Batch) -> Tensor:
         # Eq. 8 of the paper; its code says what the regulariser is.
         away = 1 - cosine(features, net.prototypes.vectors[batch.y])
-        # The paper's weight diverges at larger learning rates than its own: what matters is their product.
-        weight = self.config.weight if self.config.weight is not None else 1 / self.training.lr
+        # The paper's weight diverges in larger steps than its own: what matters is their product.
+        weight = self.config.weight if self.config.weight is not None else 1 / self.training.reach
         return weight * torch.where(net.prototypes.known[batch.y], away, 0.0)
 
     def closeness(self, net: ClientNetwork, features: Tensor) -> Tensor:

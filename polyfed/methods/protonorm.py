@@ -33,8 +33,8 @@ class ProtoNorm(PrototypeMethod):
         weight: float | None = Field(
             None,
             ge=0,
-            description="weight of the mean square difference to the prototype; none: 0.1 / learning rate, the code's "
-            "10 at its 0.01",
+            description="weight of the mean square difference to the prototype; none: 0.1 · (1 − momentum) / learning "
+            "rate, the code's 10 at its 0 and 0.01",
         )
         scale: float = Field(80.0, gt=0, description="length of every global prototype")
         align: bool = Field(
@@ -45,8 +45,8 @@ class ProtoNorm(PrototypeMethod):
 
     def pull(self, net: ClientNetwork, features: Tensor, batch: Batch) -> Tensor:
         away: Tensor = net.prototypes.distance(features, batch.y, "mse")
-        # The code's weight diverges at larger learning rates than its own: what matters is their product.
-        weight = self.config.weight if self.config.weight is not None else 0.1 / self.training.lr
+        # The code's weight diverges in larger steps than its own: what matters is their product.
+        weight = self.config.weight if self.config.weight is not None else 0.1 / self.training.reach
         return weight * away
 
     def sized(self, message: Message) -> Mapping[str, Tensor]:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from polyfed.compute import precision
-from polyfed.engines import SequentialEngine, VectorizedEngine, vectorized
+from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines import stacked as stacked_package
-from polyfed.engines.stacked import passes
+from polyfed.engines.stacked import drawer, passes
 from polyfed.engines.stacked.captured import reason
 from polyfed.engines.stacked.plan import new_plan
 from polyfed.engines.stacked.round import CohortRound
@@ -329,8 +329,8 @@ def test_batches_are_drawn_once_and_ahead_if_it_is_certain_whose(
 
     losses = CohortRound.losses
     monkeypatch.setattr(CohortRound, "losses", wait)
-    monkeypatch.setattr(vectorized, "new_plan", draw)
-    monkeypatch.setattr(vectorized, "MOST_AHEAD", most)
+    monkeypatch.setattr(drawer, "new_plan", draw)
+    monkeypatch.setattr(drawer, "MOST_AHEAD", most)
     settings = {"models": (support.Wide,), "clients": 4, "rounds": 3, "participation": participation}
     run(tmp_path, VectorizedEngine, "standalone", **settings)
     assert ", ".join(happened) == order

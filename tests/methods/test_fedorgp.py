@@ -80,9 +80,9 @@ class Given(torch.nn.Module):
         return self.chosen
 
 
-def client_loss(features: list[float], **options: Any) -> tuple[Tensor, Tensor]:
+def client_loss(features: list[float], momentum: float = 0.0, **options: Any) -> tuple[Tensor, Tensor]:
     """What the prototype (1, 0, …) of the sample's class adds to cross entropy, and the gradient of that."""
-    clients = support.population({"name": "fedorgp", **options})
+    clients = support.population({"name": "fedorgp", **options}, training={"momentum": momentum})
     net = clients.new_network(0)
     x, y = clients.dataset.batch(torch.tensor([0]))
     net.model.extractor = Given(torch.tensor([features + [0.0] * (support.FEATURES - 2)]))
@@ -104,9 +104,13 @@ def test_clients_loss_adds_the_turn_from_the_prototype() -> None:
     assert gradient.tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
-def test_the_default_weight_is_one_over_the_learning_rate() -> None:
-    """The tiny federation's learning rate is 0.1, so the weight is 10; at the paper's 0.01 it is 100."""
+def test_the_default_weight_is_one_over_how_far_a_step_goes() -> None:
+    """The tiny federation's learning rate is 0.1, so the weight is 10; at the paper's 0.01 it is 100.
+
+    With momentum 0.75 a gradient moves a weight four times as far, so the weight is 2.5.
+    """
     assert client_loss([3.0, 4.0])[0].tolist() == pytest.approx([4.0])
+    assert client_loss([3.0, 4.0], momentum=0.75)[0].tolist() == pytest.approx([1.0])
     assert client_loss([3.0, 4.0], weight=0.0)[0].tolist() == pytest.approx([0.0])
 
 

@@ -138,9 +138,9 @@ def test_nothing_is_sent_before_the_first_prototypes() -> None:
     assert method.download(server, 0, None).nbytes == 0
 
 
-def added(**options: object) -> float:
+def added(momentum: float = 0.0, **options: object) -> float:
     """What a prototype that differs from the features by (3, 4, 0, …) adds to the loss; its mean square is 25 / K."""
-    clients = support.population({"name": "protonorm", **options})
+    clients = support.population({"name": "protonorm", **options}, training={"momentum": momentum})
     net = clients.new_network(0)
     x, y = clients.dataset.batch(torch.tensor([0]))
     plain = clients.method.loss(net, Batch(x, y))
@@ -152,9 +152,13 @@ def added(**options: object) -> float:
 
 
 def test_clients_loss_adds_the_mean_square() -> None:
-    """With weight 10. By default the weight is 0.1 divided by the tiny federation's learning rate of 0.1: 1."""
+    """With weight 10. By default the weight is 0.1 divided by the tiny federation's learning rate of 0.1: 1.
+
+    With momentum 0.75 it is a quarter of that.
+    """
     assert added(weight=10.0) == pytest.approx(10 * 25 / support.FEATURES, rel=1e-5)
     assert added() == pytest.approx(25 / support.FEATURES, rel=1e-5)
+    assert added(momentum=0.75) == pytest.approx(25 / 4 / support.FEATURES, rel=1e-5)
 
 
 def test_mean_square_by_hand() -> None:

@@ -15,6 +15,7 @@ from polyfed.compute import without_search
 from polyfed.engines import stacked
 from polyfed.engines.stacked.plan import new_plan
 from polyfed.message import State
+from polyfed.methods.base import Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
@@ -32,6 +33,10 @@ class Finding:
     """Each client is its own cohort, because its batch norm can't tell what is padding."""
     reason: str | None = None
     """Why the plain loop trains them; None: they are stacked."""
+
+    def exact(self, size: int, phase: Phase) -> bool:
+        """Whether nothing is padded in a phase of a cohort: a single client has PyTorch's own batch norm."""
+        return size == 1 and phase.name in self.normed
 
 
 class Trial:

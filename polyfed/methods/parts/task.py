@@ -32,6 +32,11 @@ class Training(Settings):
         description="multiply in bfloat16 while training (weights stay 32-bit): faster on GPUs, less precise",
     )
 
+    @property
+    def reach(self) -> float:
+        """How far one gradient moves a weight in all, as a multiple of it: momentum repeats it in the steps after."""
+        return self.lr / (1 - self.momentum)
+
 
 @dataclass(frozen=True)
 class Task:
