@@ -67,6 +67,8 @@ def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         (2, 40, (1, 1), 0, 4),
         (3, 32, (3, 3), 0, 6),
         (32, 5, (3, 2), 1, 5),
+        (3, 8, (3, 5), "same", 6),
+        (2, 3, (3, 3), "valid", 4),
     ],
 )
 def test_convolution(channels: int, out: int, kernel: tuple[int, int], padding: Any, side: int) -> None:
@@ -230,10 +232,16 @@ def test_which_way_a_convolution_goes() -> None:
     assert (chosen(64, 64, groups=64), chosen(64, 64, samples=2**20)) == ("NoneType",) * 2
 
 
-@pytest.mark.parametrize("options", [{"padding": "same"}, {"groups": 2}, {"stride": 0}, {"dilation": 9}])
+@pytest.mark.parametrize(
+    "options", [{"padding": "sane"}, {"padding": "same", "stride": 2}, {"groups": 2}, {"stride": 0}, {"dilation": 9}]
+)
 def test_other_convolutions_are_left_to_pytorch(options: dict[str, Any]) -> None:
     weight = random(4, 4 // options.get("groups", 1), 3, 3)
     assert layers.convolution(random(SAMPLES, 4, 8, 8), weight, **options) is None
+
+
+def test_padding_on_one_side_only_is_left_to_pytorch() -> None:
+    assert layers.convolution(random(SAMPLES, 4, 8, 8), random(4, 4, 3, 2), padding="same") is None
 
 
 def test_images_too_large_to_count_are_left_to_pytorch() -> None:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from polyfed.compute import working_kernels
 from polyfed.engines.stacked import entropy
 from polyfed.engines.stacked.batched import DTYPES, only, stacked
-from polyfed.engines.stacked.convolutions import MOST_VALUES, Way, Windows, way
+from polyfed.engines.stacked.convolutions import MOST_VALUES, Pair, Way, Windows, way
 from polyfed.engines.stacked.sequences import UNFUSED
 from polyfed.losses import cross_entropy
 
@@ -85,17 +85,31 @@ def convolution(
     groups: int = 1,
 ) -> Tensor | None:
     """A convolution, or None if the kernels do not support it, or it is invalid: then PyTorch says what is wrong."""
-    given = pairs(stride, padding, dilation)
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    if given is None or x.dim() != 4 or weight.dim() != 4:
+    if x.dim() != 4 or weight.dim() != 4:
         return None
-    windows = Windows((weight.shape[2], weight.shape[3]), *given)
+    size = weight.shape[2], weight.shape[3]
+    given = pairs(stride, _around(padding, size, stride, dilation), dilation)
+    if given is None:
+        return None
+    windows = Windows(size, *given)
     how = way(x, weight, windows, groups, bias is not None) if _fits(x, weight, bias, windows) else None
     dtype = _common(dtypes)
     if how is None or dtype is None:
         return None
     result: Tensor = Convolution.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), how)
     return result
+
+
+def _around(padding: Any, size: Pair, stride: Any, dilation: Any) -> Any:
+    """Padding in numbers; a word if it differs between two sides, or is invalid."""
+    known = pairs(stride, dilation)
+    if padding == "valid":
+        return 0
+    if padding != "same" or known is None or known[0] != (1, 1):
+        return padding
+    both = [apart * (length - 1) for apart, length in zip(known[1], size, strict=True)]
+    return padding if any(total % 2 for total in both) else [total // 2 for total in both]
 
 
 def _common(dtypes: set[torch.dtype]) -> torch.dtype | None:
