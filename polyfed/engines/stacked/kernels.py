@@ -74,15 +74,15 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) ->
     steps = triton.cdiv(blocks, max(1, PROGRAMS // (clients * columns)))
     parts = triton.cdiv(blocks, steps)
     # Parts are added up afterwards, in a fixed order, so that the same step gives the same numbers again.
-    of_weights = torch.empty(parts, clients, out, depth, device=x.device)
-    of_biases = torch.empty(parts, clients, out, device=x.device)
+    count = clients * out * depth
+    both = torch.empty(parts, count + clients * out, device=x.device)
     _weight_gradient[(columns, clients, parts)](
-        x, gradient, of_weights, of_biases, samples, clients, steps, *x.stride(),
+        x, gradient, both, samples, clients, steps, *x.stride(),
         channels, out, *kernel, *padding, height, width, _precision(),
         WEIGHT_GRADIENT.pixels, block, _power(out), num_warps=WEIGHT_GRADIENT.warps, num_stages=WEIGHT_GRADIENT.stages,
     )  # fmt: skip
-    weights, biases = (sums.sum(0).to(x.dtype) for sums in (of_weights, of_biases))
-    return weights.unflatten(2, (channels, *kernel)), biases
+    total = both.sum(0).to(x.dtype)
+    return total[:count].view(clients, out, channels, *kernel), total[count:].view(clients, out)
 
 
 def pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
@@ -96,6 +96,9 @@ def pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     y = x.new_empty(*x.shape[:-2], *size)
     places = torch.empty_like(y, dtype=torch.uint8)
     grid = (triton.cdiv(y.numel(), BLOCK),)
+    if _in_pairs(windows, size, (height, width)):
+        _pool_pairs[grid](x, y, places, y.numel(), size[1], windows.size[0], BLOCK)
+        return y, places
     _pool[grid](x, y, places, y.numel(), height, width, *size, *windows.numbers(), BLOCK)
     return y, places
 
@@ -107,14 +110,19 @@ def unpool(gradient: Tensor, places: Tensor, windows: Windows, shape: Pair) -> T
     gradient, places = gradient.contiguous(), places.contiguous()
     x = gradient.new_empty(*gradient.shape[:-2], *shape)
     size = (gradient.shape[-2], gradient.shape[-1])
-    covered = tuple(n * k for n, k in zip(size, windows.size, strict=True)) == shape
-    if covered and windows == Windows(windows.size, windows.size, (0, 0), (1, 1)):
+    if _in_pairs(windows, size, shape):
         grid = (triton.cdiv(gradient.numel(), BLOCK),)
-        _unpool_apart[grid](gradient, places, x, gradient.numel(), size[1], *windows.size, BLOCK)
+        _unpool_pairs[grid](gradient, places, x, gradient.numel(), size[1], windows.size[0], BLOCK)
         return x
     grid = (triton.cdiv(x.numel(), BLOCK),)
     _unpool[grid](gradient, places, x, x.numel(), *shape, *size, *windows.numbers(), BLOCK)
     return x
+
+
+def _in_pairs(windows: Windows, size: Pair, shape: Pair) -> bool:
+    """Whether the windows cover images of that shape without overlap, two pixels side by side in each row."""
+    covered = tuple(n * k for n, k in zip(size, windows.size, strict=True)) == shape
+    return covered and windows == Windows((windows.size[0], 2), (windows.size[0], 2), (0, 0), (1, 1))
 
 
 def _swapped(x: Tensor) -> bool:
@@ -231,12 +239,15 @@ def _convolve(
 
 @triton.jit(do_not_specialize=["samples", "clients", "steps"])
 def _weight_gradient(
-    x, g, of_weights, of_biases, samples, clients, steps, xn, xb, xc, xh, xw,
+    x, g, both, samples, clients, steps, xn, xb, xc, xh, xw,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """Gradients [OUT, pixels] times patches [pixels, IN × KH × KW] for a part of the pixels, and sums of gradients."""
+    """Gradients [OUT, pixels] times patches [pixels, IN × KH × KW] for a part of the pixels, and sums of gradients.
+
+    A part has all clients' weights and then all their biases.
+    """
     OH: tl.constexpr = H + 2 * PH - KH + 1
     OW: tl.constexpr = W + 2 * PW - KW + 1
     DEPTH: tl.constexpr = IN * KH * KW
@@ -261,10 +272,11 @@ def _weight_gradient(
         )  # fmt: skip
         weights = tl.dot(gradient, patch, weights, input_precision=PRECISION)
         biases += gradient.to(tl.float32)
-    filters = (part * clients + client) * OUT + o
-    tl.store(of_weights + (filters[:, None] * DEPTH + k[None, :]), weights, (o < OUT)[:, None] & (k < DEPTH)[None, :])
+    both += part * (clients * OUT * (DEPTH + 1))
+    filters = client * OUT + o
+    tl.store(both + (filters[:, None] * DEPTH + k[None, :]), weights, (o < OUT)[:, None] & (k < DEPTH)[None, :])
     if tl.program_id(0) == 0:
-        tl.store(of_biases + filters, tl.sum(biases, 1), o < OUT)
+        tl.store(both + clients * OUT * DEPTH + filters, tl.sum(biases, 1), o < OUT)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -313,14 +325,45 @@ def _unpool(
     tl.store(x + number, total.to(x.dtype.element_ty), real)
 
 
+@triton.jit
+def _pairs(x, first, OW: tl.constexpr, KH: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a block of windows, from the first on, has the upper rows of its pixels: [BLOCK, 2].
+
+    A row of windows, wherever it is, begins KH rows of pixels after the one before.
+    """
+    number = (first % OW).to(tl.int32) + tl.arange(0, BLOCK)
+    place = number // OW * (KH * 2 * OW) + number % OW * 2
+    return x + first // OW * (KH * 2 * OW) + (place[:, None] + tl.arange(0, 2)[None, :])
+
+
 @triton.jit(do_not_specialize=["count"])
-def _unpool_apart(g, places, x, count, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr):
-    """The same for windows that cover the images without overlap: each gives its pixels their gradients."""
-    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = number < count
-    gradient, place = tl.load(g + number, real), tl.load(places + number, real)
-    # A row of windows, wherever it is, begins KH rows of pixels after the one before.
-    x += number // OW * (KH * KW * OW) + number % OW * KW
+def _pool_pairs(x, y, places, count, OW: tl.constexpr, KH: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_pool` for windows that cover the images without overlap and are two pixels wide."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    number = tl.arange(0, BLOCK)
+    real = number < count - first
+    x = _pairs(x, first, OW, KH, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), x.dtype.element_ty)
+    place = tl.zeros((BLOCK,), tl.int32)
     for i in tl.static_range(KH):
-        for j in tl.static_range(KW):
-            tl.store(x + (i * KW * OW + j), tl.where(place == i * KW + j, gradient, 0.0), real)
+        left, right = tl.split(tl.load(x + i * 2 * OW, real[:, None], float("-inf")))
+        better = (left > best) | (left != left)
+        best, place = tl.where(better, left, best), tl.where(better, 2 * i, place)
+        better = (right > best) | (right != right)
+        best, place = tl.where(better, right, best), tl.where(better, 2 * i + 1, place)
+    tl.store(y + first + number, best, real)
+    tl.store(places + first + number, place.to(tl.uint8), real)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _unpool_pairs(g, places, x, count, OW: tl.constexpr, KH: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_unpool` for such windows: each gives its pixels their gradients."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    number = tl.arange(0, BLOCK)
+    real = number < count - first
+    gradient, place = tl.load(g + first + number, real), tl.load(places + first + number, real)
+    x = _pairs(x, first, OW, KH, BLOCK)
+    for i in tl.static_range(KH):
+        left, right = (place == 2 * i), (place == 2 * i + 1)
+        pixels = tl.join(tl.where(left, gradient, 0.0), tl.where(right, gradient, 0.0))
+        tl.store(x + i * 2 * OW, pixels, real[:, None])
