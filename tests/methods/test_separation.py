@@ -76,8 +76,15 @@ def assert_modules_agree(actual: nn.Module, expected: nn.Module, **tolerance: fl
 @pytest.mark.parametrize("network", [True, False])
 @pytest.mark.parametrize("margin", [0.0, 1.5, 100.0])
 @pytest.mark.parametrize("rows", [[3], [6, 0, 1, 5], list(range(VECTORS))])
-def test_a_step_is_that_of_autograd(network: bool, margin: float, rows: list[int]) -> None:
-    """In 64 bits, with learning rate ½: all parameters move, by half of their gradients; the losses agree too."""
+@pytest.mark.parametrize("many", [CLASSES, CLASSES + 1])
+def test_a_step_is_that_of_autograd(
+    monkeypatch: pytest.MonkeyPatch, network: bool, margin: float, rows: list[int], many: int
+) -> None:
+    """In 64 bits, with learning rate ½: all parameters move, by half of their gradients; the losses agree too.
+
+    With layers as products of matrices, and by our kernels.
+    """
+    monkeypatch.setattr(separation, "MANY", many)
     case, chosen = Case(network=network, margin=margin), torch.tensor(rows, device=DEVICE)
     found = []
     for fused in (True, False):
@@ -103,9 +110,10 @@ def test_a_vector_on_its_prototype_pulls_nothing() -> None:
         assert bool((module.get_parameter("vectors")[[0, 1, 3, 4]] != case.module.vectors[[0, 1, 3, 4]]).any(1).all())
 
 
-@pytest.mark.parametrize("network", [True, False])
-def test_epochs_with_a_short_last_batch(network: bool) -> None:
+@pytest.mark.parametrize(("network", "many"), [(True, CLASSES), (True, CLASSES + 1), (False, 1)])
+def test_epochs_with_a_short_last_batch(monkeypatch: pytest.MonkeyPatch, network: bool, many: int) -> None:
     """Six epochs of batches of 3, 3 and 1; the losses of the last epoch are those of autograd."""
+    monkeypatch.setattr(separation, "MANY", many)
     case, found = Case(network=network, dtype=torch.float32, lr=0.1), []
     for fused in (True, False):
         step, module = case.steps(fused)

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from polyfed.compute import working_kernels
 from polyfed.methods.parts.trainable import TrainablePrototypes
 
+MANY = 32
+"""Classes from which the network's layers are quicker as products of matrices, by PyTorch, than by our kernels."""
+
 
 class SeparatingSteps:
     """Steps of SGD on the mean of `contrastive_loss`, with the gradient written by hand: few kernels, no autograd."""
@@ -24,24 +27,50 @@ class SeparatingSteps:
         self._vectors, self._labels = vectors.contiguous(), labels.contiguous()
         self._lr = lr
         self._margin = margin.to(vectors)
+        self._ones = torch.ones_like(self._trained[:, 0])
 
     def __call__(self, rows: Tensor, losses: Tensor) -> None:
         """A step on the vectors in these rows; their losses are written into the second tensor."""
-        kernels, trained, lr = self._kernels, self._trained, self._lr
+        kernels, trained = self._kernels, self._trained
         pulls = trained.new_empty(len(rows), len(trained))
         prototypes, hidden = trained, trained
         if self._layers:
-            hidden, prototypes = torch.empty_like(trained), torch.empty_like(trained)
-            kernels.linear(trained, *self._layers[0], hidden, relu=True)
-            kernels.linear(hidden, *self._layers[1], prototypes, relu=False)
+            hidden = self._through(trained, *self._layers[0], relu=True)
+            prototypes = self._through(hidden, *self._layers[1], relu=False)
         kernels.distances(prototypes, self._vectors, self._labels, rows, self._margin, pulls, losses)
         if not self._layers:
-            kernels.gradient(trained, self._vectors, rows, pulls, trained, lr)
+            kernels.gradient(trained, self._vectors, rows, pulls, trained, self._lr)
             return
-        slope, hidden_slope = torch.empty_like(trained), torch.empty_like(trained)
+        slope = torch.empty_like(trained)
         kernels.gradient(prototypes, self._vectors, rows, pulls, slope)
-        kernels.linear_step(slope, hidden, *self._layers[1], hidden_slope, lr)
-        kernels.linear_step(hidden_slope, trained, *self._layers[0], trained, lr)
+        hidden_slope = torch.empty_like(trained)
+        self._change(slope, hidden, *self._layers[1], hidden_slope)
+        self._change(hidden_slope, trained, *self._layers[0], trained)
+
+    def _through(self, x: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
+        """A layer's output."""
+        if len(x) >= MANY:
+            y = torch.addmm(bias, x, weight.T)
+            return y.relu_() if relu else y
+        y = torch.empty_like(x)
+        self._kernels.linear(x, weight, bias, y, relu=relu)
+        return y
+
+    def _change(self, slope: Tensor, x: Tensor, weight: Tensor, bias: Tensor, into: Tensor) -> None:
+        """Change a layer by the gradient of its output for x.
+
+        `into` becomes the gradient of what a ReLU turned into x. If it is x itself, x is a parameter and changed too.
+        """
+        if len(x) < MANY:
+            self._kernels.linear_step(slope, x, weight, bias, into, self._lr)
+            return
+        through = slope @ weight
+        weight.addmm_(slope.T, x, alpha=-self._lr)
+        bias.addmv_(slope.T, self._ones, alpha=-self._lr)
+        if into is x:
+            x.add_(through, alpha=-self._lr)
+        else:
+            torch.ops.aten.threshold_backward.grad_input(through, x, 0.0, grad_input=into)
 
 
 def separating_steps(
