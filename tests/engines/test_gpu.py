@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pandas as pd
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
-from polyfed.engines.stacked.captured import WORTH_A_SHAPE
+from polyfed.engines.stacked import replays
+from polyfed.engines.stacked.captured import WORTH_A_SHAPE, Stream
 from polyfed.message import Message
 from polyfed.methods.base import Reply
 from polyfed.server.replies import Door, Sizes
@@ -189,3 +191,19 @@ def test_replies_on_both_devices_are_refused_with_their_reasons() -> None:
         method.aggregate(server, accepted)
         heads.append(server.modules["head"].weight.detach())
     torch.testing.assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)
+
+
+def test_a_thread_that_has_computed_nothing_can_capture() -> None:
+    """Of runs that train together, any one's thread may capture what another's has prepared."""
+    x, found = torch.eye(3, device=DEVICE), []
+    x @ x
+
+    def work() -> None:
+        graph, product = replays.capture(Stream(x.device), lambda: x @ x)
+        graph.replay()
+        found.append(product)
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found, [x])

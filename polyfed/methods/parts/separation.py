@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polyfed.compute import working_kernels
 from polyfed.methods.parts.trainable import TrainablePrototypes
 
-MANY = 32
+MANY = 64
 """Classes from which the network's layers are quicker as products of matrices, by PyTorch, than by our kernels."""
 
 
