@@ -160,9 +160,9 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     _GRAPHS.add(graph)
     collects = gc.isenabled()
     gc.disable()  # it could find an old graph to destroy, which a capture does not survive
-    with torch.cuda.stream(options.get("stream")):
-        torch.cuda.current_blas_handle()  # each thread has its own, which can't be made in a capture
     try:
+        with torch.cuda.stream(options.get("stream")):
+            torch.cuda.current_blas_handle()  # each thread has its own, which can't be made in a capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):  # others may use the GPU meanwhile
             yield
     finally:

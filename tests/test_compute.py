@@ -1,9 +1,11 @@
 """Tensors on their way to a device."""
 
+import gc
+
 import pytest
 import torch
 
-from polyfed.compute import _packed, all_to_device
+from polyfed.compute import _packed, all_to_device, capturing
 
 CPU = torch.device("cpu")
 
@@ -40,3 +42,16 @@ def test_a_type_is_one_transfer_and_large_tensors_travel_alone(monkeypatch: pyte
 def test_tensors_on_the_cpu_stay_the_same_objects() -> None:
     given = [torch.zeros(2), torch.zeros(3)]
     assert all(one is other for one, other in zip(all_to_device(given, CPU), given, strict=True))
+
+
+def test_garbage_is_collected_again_after_a_capture_that_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    class Graph:
+        pass
+
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", full)
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"), capturing(Graph()):  # type: ignore[arg-type]
+        pass
+    assert gc.isenabled()
