@@ -179,10 +179,17 @@ def test_pooling_of_equal_values_and_of_none() -> None:
     torch.testing.assert_close(of_x, of_x_theirs, equal_nan=True)
 
 
-def test_the_same_step_gives_the_same_numbers_again() -> None:
-    x, gradient = random(2, 40, 3, 9, 9), random(2, 40, 4, 7, 7)
-    first, second = (layers.kernels().weight_gradient(x, gradient, (3, 3), (0, 0)) for _ in range(2))
+@pytest.mark.parametrize("programs", [528, 20])
+def test_a_weight_s_gradient_in_many_parts(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    """Of one block of pixels each, or of several, fewer in the last part; a second time the numbers are the same."""
+    kernels = layers.kernels()
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "WEIGHT_GRADIENT", kernels.WEIGHT_GRADIENT._replace(pixels=16, depth=16))
+    x, gradient = random(2, 19, 3, 5, 5), random(2, 19, 4, 3, 3)
+    first, second = (kernels.weight_gradient(x, gradient, (3, 3), (0, 0)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    of_weights = [torch.nn.grad.conv2d_weight(x[i], (4, 3, 3, 3), gradient[i]) for i in range(2)]
+    close(first, (torch.stack(of_weights), gradient.sum((1, 3, 4))))
 
 
 PRODUCTS: list[tuple[int, int, Any, dict[str, Any]]] = [
