@@ -131,6 +131,15 @@ def test_pooling(windows: dict[str, int], size: Any, side: int) -> None:
     close(own, gradients(lambda a: functional.max_pool2d(a, size, **windows), (0,), x))
 
 
+@pytest.mark.parametrize("size", [(1, 2), (2, 2), (3, 2)])
+def test_pooling_in_several_blocks_that_begin_within_a_row(monkeypatch: pytest.MonkeyPatch, size: Any) -> None:
+    """Rows of 5 windows in blocks of 16, the last of which is not full; values are few, so that many are equal."""
+    monkeypatch.setattr(layers.kernels(), "BLOCK", 16)
+    x = random(CLIENTS, SAMPLES, 3, 6, 10).round()
+    own = gradients(lambda a: served(layers.pooling(a, size)), (0,), x)
+    close(own, gradients(lambda a: functional.max_pool2d(a, size), (0,), x))
+
+
 def test_pooling_by_one_window_that_begins_outside_of_the_image() -> None:
     """It has the image's size, but does not cover it."""
     x = random(CLIENTS, SAMPLES, 3, 4, 4)
@@ -170,8 +179,8 @@ def test_a_view_that_needs_a_copy_is_one() -> None:
 
 def test_pooling_of_equal_values_and_of_none() -> None:
     """The first of equal values gets the gradient; a value that is no number is not lost."""
-    x = torch.zeros(1, 1, 1, 4, 4, device=DEVICE)
-    x[0, 0, 0, 0, 2:] = torch.tensor([5.0, float("nan")])
+    x = torch.zeros(1, 1, 1, 4, 6, device=DEVICE)
+    x[0, 0, 0, 0, 2:] = torch.tensor([5.0, float("nan"), float("nan"), 5.0])
     x[0, 0, 0, 2:, :2] = float("-inf")
     own, of_x = gradients(lambda a: served(layers.pooling(a, 2)), (0,), x)
     theirs, of_x_theirs = gradients(lambda a: functional.max_pool2d(a, 2), (0,), x)
@@ -198,7 +207,7 @@ PRODUCTS: list[tuple[int, int, Any, dict[str, Any]]] = [
     (3, 4, 7, {"stride": 2, "padding": 3}),
     (5, 3, (3, 2), {"stride": (2, 1), "padding": (1, 0)}),
     (5, 3, 3, {"padding": 1}),
-    (3, 4, 3, {"padding": 2, "dilation": 2}),
+    (3, 4, 3, {"padding": "same", "dilation": (2, 1)}),
     (2, 3, 1, {"padding": 2}),
 ]
 
