@@ -47,6 +47,9 @@ FRONT = """## Beside the papers' numbers
 
 Gains over Standalone in points of accuracy: means over {seeds} seeds ± half of the 95 % interval, and in brackets what
 a paper prints. The first row has Standalone's own accuracy. [All tables, and how to read them](docs/results.md)."""
+OWN = """## Beside the papers' numbers
+
+Gains are over Standalone, and there are {seeds} seeds, unless a row says otherwise. The link leads to all methods."""
 MOST_NAMES = 20
 """How many methods without any run are named; of more, only their number is given."""
 NOT_COMPARED = (*(FREE - {"rounds"}), "method", "seed", "eval_every")
@@ -158,6 +161,36 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
     return f"{words}\n\n{markdown(['method', *titles], rows)}" if chosen else ""
 
 
+def of_method(name: str, campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
+    """A method's rows of all tables, for its own page."""
+    rows = []
+    for each in comparisons:
+        setting, base = each.entry.points[0], each.entry.base
+        own = [row for row in each.rows if campaign.method(each.name, row) == name and len(each.entry.points) == 1]
+        for row in own:
+            papers = [
+                f"{value} ({gain})" if gain else value
+                for value, gain in (printed(beside, row, setting, base) for beside in each.entry.beside)
+                if value
+            ]
+            title = each.entry.title + ", reduced" * bool(each.entry.smaller)
+            link = f"[{title}](../results.md#{anchor(each.entry.title)})" + f", `{row}`" * (row != name)
+            gain = f"{each.gain(row, setting)}" + f" over {title_of(base)}" * (base != "standalone" and row != base)
+            seeds = f", {each.seeds(row, setting)} seeds" * (each.seeds(row, setting) != str(len(campaign.seeds)))
+            rows.append([link + seeds, spread(each.values(row, setting)), gain, "; ".join(dict.fromkeys(papers))])
+    head = ["setting", "accuracy in percent", "gain", "printed (and gain)"]
+    return f"{OWN.format(seeds=len(campaign.seeds))}\n\n{markdown(head, rows)}" if rows else ""
+
+
+def anchor(title: str) -> str:
+    """The address of a heading in its page.
+
+    >>> anchor("CIFAR-10, Dirichlet 0.1")
+    'cifar-10-dirichlet-01'
+    """
+    return "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
+
+
 def short(given: Comparison, row: str) -> str:
     """A row's gain with half of its interval, or the base's accuracy."""
     setting = given.entry.points[0]
@@ -169,7 +202,7 @@ def short(given: Comparison, row: str) -> str:
     return signed(found.mean) + half if gains else ""
 
 
-def with_front(text: str, table: str) -> str:
+def with_table(text: str, table: str) -> str:
     """A page with the table between its two markers; a page without markers stays as it is."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -210,12 +243,14 @@ def _blocks(parts: Iterable[str]) -> str:
 
 
 def main(root: Path = FOLDER.parent, papers: Path = FOLDER) -> None:
-    """Write the page, its pictures and the table on the front page."""
+    """Write the page, its pictures, and the tables on the front page and on the methods' pages."""
     campaign = read_campaign(papers / "campaign.yaml")
     comparisons = comparisons_of(campaign, papers / RESULTS.name)
     disk.write(root / "docs" / "results.md", page(comparisons, papers / "words"))
     readme = root / "README.md"
-    disk.write(readme, with_front(readme.read_text(), front(campaign, comparisons)))
+    disk.write(readme, with_table(readme.read_text(), front(campaign, comparisons)))
+    for path in sorted((root / "docs" / "methods").glob("*.md")):
+        disk.write(path, with_table(path.read_text(), of_method(path.stem, campaign, comparisons)))
     for each in comparisons:
         if each.found and len(each.entry.points) == 1:
             draw(each, root / "docs" / "pictures" / f"results-{each.name}.png")

@@ -7,7 +7,8 @@ counts against the true class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -22,30 +23,55 @@ COLUMNS = ("round", "rule", "client", "true", "predicted", "count")
 GROUP = ["round", "rule", "client"]
 
 
-def count_each(true: Table, predicted: Table) -> list[Cells]:
-    """The counts of many clients at once: a row per client, a column per sample, a true class of −1 where it has fewer.
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """The counts of several clients; an entry for each pair of classes that occurs, in rising order."""
 
-    >>> count_each(np.array([[3, 3, 5], [0, -1, -1]]), np.array([[3, 4, 3], [0, 0, 0]]))
-    [((3, 3, 1), (3, 4, 1), (5, 3, 1)), ((0, 0, 1),)]
-    """
-    rows, columns = np.nonzero(true >= 0)
-    classes, width = (int(table.max(initial=0)) + 1 for table in (true, predicted))
-    keys = (rows * classes + true[rows, columns]) * width + predicted[rows, columns]
-    found, counts = np.unique(keys, return_counts=True)
-    edges = np.searchsorted(found, np.arange(len(true) + 1) * classes * width).tolist()
-    within = found % (classes * width)
-    cells = list(zip((within // width).tolist(), (within % width).tolist(), counts.tolist(), strict=True))
-    return [tuple(cells[begin:end]) for begin, end in zip(edges, edges[1:], strict=False)]
+    clients: int
+    client: Table
+    true: Table
+    predicted: Table
+    count: Table
 
+    @classmethod
+    def of(cls, true: Table, predicted: Table) -> Counts:
+        """From a row per client and a column per sample, with a true class of −1 where a client has fewer.
 
-def samples(cells: Cells) -> int:
-    """How many samples were counted."""
-    return sum(count for _, _, count in cells)
+        >>> Counts.of(np.array([[3, 3, 5], [0, -1, -1]]), np.array([[3, 4, 3], [0, 0, 0]])).cells()
+        [((3, 3, 1), (3, 4, 1), (5, 3, 1)), ((0, 0, 1),)]
+        """
+        rows, columns = np.nonzero(true >= 0)
+        classes, width = (int(table.max(initial=0)) + 1 for table in (true, predicted))
+        keys = (rows * classes + true[rows, columns]) * width + predicted[rows, columns]
+        found, counts = np.unique(keys, return_counts=True)
+        return cls(len(true), found // (classes * width), found // width % classes, found % width, counts)
 
+    @classmethod
+    def of_cells(cls, clients: Sequence[Cells]) -> Counts:
+        """The same from what `cells` gave."""
+        listed = [(client, *cell) for client, own in enumerate(clients) for cell in own]
+        return cls(len(clients), *np.array(listed, dtype=np.int64).reshape(-1, 4).T)
 
-def correct(cells: Cells) -> int:
-    """How many of them are predicted correctly."""
-    return sum(count for true, predicted, count in cells if true == predicted)
+    def cells(self) -> list[Cells]:
+        """The counts of each client."""
+        edges = np.searchsorted(self.client, np.arange(self.clients + 1)).tolist()
+        cells = list(zip(self.true.tolist(), self.predicted.tolist(), self.count.tolist(), strict=True))
+        return [tuple(cells[begin:end]) for begin, end in zip(edges, edges[1:], strict=False)]
+
+    def by_class(self) -> tuple[Table, Table, Table]:
+        """Of each client's samples [clients, classes]: those of a class, those of them predicted so, all predicted so.
+
+        >>> [table.tolist() for table in Counts.of_cells([((0, 0, 3), (0, 1, 1), (1, 0, 2))]).by_class()]
+        [[[4, 2]], [[3, 0]], [[5, 1]]]
+        """
+        classes = 1 + max(int(table.max(initial=0)) for table in (self.true, self.predicted))
+        hits = np.where(self.true == self.predicted, self.count, 0)
+
+        def summed(of: Table, counts: Table) -> Table:
+            sums = np.bincount(self.client * classes + of, counts, self.clients * classes)
+            return sums.astype(np.int64).reshape(self.clients, classes)
+
+        return summed(self.true, self.count), summed(self.true, hits), summed(self.predicted, self.count)
 
 
 def as_text(cells: Cells) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
-from polyfed.confusion import Cells, as_text, correct, from_text, samples
-from polyfed.metrics import FURTHER, Metric, class_sizes, from_counts, is_imbalanced
+from polyfed.confusion import Cells, Counts, as_text, from_text
+from polyfed.metrics import FURTHER, Metric, from_counts, is_imbalanced
 
 Part = Literal["test", "validation"]
 PARTS: tuple[Part, ...] = ("test", "validation")
+Value = TypeVar("Value")
 Further: TypeAlias = Mapping[Part, Mapping[str, Mapping[Metric, float | None]]]
 """Metrics beside accuracy by part and rule; None where one is not known."""
 
@@ -100,22 +101,30 @@ class Evaluation(Score):
 
     @staticmethod
     def of(
-        test: Mapping[str, Cells],
-        validation: Mapping[str, Cells],
-        aucs: Mapping[Part, Mapping[str, float | None]] | None = None,
-    ) -> Evaluation:
-        """From the counts of both parts, by the same rules; with two classes also their AUC."""
-        parts: dict[Part, Mapping[str, Cells]] = {"test": test, "validation": validation}
-        sizes = [samples(next(iter(part.values()))) for part in parts.values()]  # the same by every rule
-        right = [{rule: correct(cells) for rule, cells in part.items()} for part in parts.values()]
-        further: dict[Part, dict[str, Mapping[Metric, float | None]]] = {}
-        for name, part in parts.items():
-            further[name] = {rule: from_counts(cells) for rule, cells in part.items()}
-            if aucs is not None:
-                further[name] = {rule: {**own, "auc": aucs[name].get(rule)} for rule, own in further[name].items()}
-        held = class_sizes(next(iter(test.values())))
-        classes = len(held), max(held.values(), default=0)
-        return Evaluation(sizes[0], sizes[1], right[0], right[1], dict(test), further, classes)
+        test: Mapping[str, Counts],
+        validation: Mapping[str, Counts],
+        aucs: Mapping[Part, Mapping[str, Sequence[float | None]]] | None = None,
+    ) -> list[Evaluation]:
+        """One for each client, from the counts of both parts, by the same rules; with two classes also their AUC."""
+        parts: dict[Part, Mapping[str, Counts]] = {"test": test, "validation": validation}
+        tables = {name: {rule: own.by_class() for rule, own in part.items()} for name, part in parts.items()}
+        first = {name: next(iter(part.values()))[0] for name, part in tables.items()}  # the same by every rule
+        sizes = {name: table.sum(1).tolist() for name, table in first.items()}
+        right = {name: {rule: t[1].sum(1).tolist() for rule, t in part.items()} for name, part in tables.items()}
+        held, largest = (first["test"] > 0).sum(1).tolist(), first["test"].max(1).tolist()
+        cells = {rule: own.cells() for rule, own in test.items()}
+        further = {name: {rule: from_counts(*t) for rule, t in part.items()} for name, part in tables.items()}
+        for name, known in (aucs or {}).items():
+            for rule, own in further[name].items():
+                areas = known.get(rule, [None] * len(own))
+                further[name][rule] = [{**each, "auc": area} for each, area in zip(own, areas, strict=True)]
+        return [
+            Evaluation(
+                sizes["test"][i], sizes["validation"][i], _nth(right["test"], i), _nth(right["validation"], i),
+                _nth(cells, i), {name: _nth(part, i) for name, part in further.items()}, (held[i], largest[i]),
+            )
+            for i in range(len(held))
+        ]  # fmt: skip
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -193,6 +202,10 @@ class Shares(Score):
         if not test or list(test) != list(validation):
             raise ValueError("the parts are not scored by the same rules")
         return Shares(test, validation, _checked_further(values.get("further", {}), list(test)))
+
+
+def _nth(lists: Mapping[str, Sequence[Value]], number: int) -> dict[str, Value]:
+    return {name: values[number] for name, values in lists.items()}
 
 
 def _checked_further(values: object, rules: list[str]) -> Further:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.confusion import Cells
+from polyfed.confusion import Table
 from polyfed.errors import unknown_name
 
 Metric: TypeAlias = Literal["accuracy", "balanced_accuracy", "macro_f1", "auc"]
@@ -38,35 +38,24 @@ def checked_metric(name: str) -> Metric:
     raise unknown_name("metric", name, METRICS)
 
 
-def class_sizes(cells: Cells) -> dict[int, int]:
-    """How many samples there are of each class that occurs.
+def from_counts(sizes: Table, right: Table, predicted: Table) -> list[dict[Metric, float | None]]:
+    """Clients' balanced accuracies (means over classes of recall) and macro-F1 (those of F1); None without samples.
 
-    >>> class_sizes(((0, 0, 3), (0, 1, 1), (1, 0, 2)))
-    {0: 4, 1: 2}
+    Of its samples [clients, classes]: those of a class, those of them predicted so, all predicted so. Here recalls are
+    3/4 and 0, and the F1 of class 0 is 2·3 / (4 + 5).
+
+    >>> from_counts(np.array([[4, 2]]), np.array([[3, 0]]), np.array([[5, 1]]))
+    [{'balanced_accuracy': 0.375, 'macro_f1': 0.3333333333333333}]
     """
-    sizes: dict[int, int] = {}
-    for true, _, count in cells:
-        sizes[true] = sizes.get(true, 0) + count
-    return sizes
-
-
-def from_counts(cells: Cells) -> dict[Metric, float | None]:
-    """Balanced accuracy (the mean over classes of recall) and macro-F1 (that of F1); None without samples.
-
-    >>> from_counts(((0, 0, 3), (0, 1, 1), (1, 0, 2)))   # recalls 3/4 and 0; F1 of class 0: 2·3 / (4 + 5)
-    {'balanced_accuracy': 0.375, 'macro_f1': 0.3333333333333333}
-    """
-    sizes = class_sizes(cells)
-    if not sizes:
-        return {"balanced_accuracy": None, "macro_f1": None}
-    right, predicted = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0)
-    for true, guess, count in cells:
-        if guess in sizes:
-            predicted[guess] += count
-            right[guess] += count if guess == true else 0
-    recalls = [right[each] / size for each, size in sizes.items()]
-    f1 = [2 * right[each] / (size + predicted[each]) for each, size in sizes.items()]
-    return {"balanced_accuracy": sum(recalls) / len(sizes), "macro_f1": sum(f1) / len(sizes)}
+    held = (sizes > 0).sum(1).tolist()
+    recall = right / np.maximum(sizes, 1)
+    f1 = np.where(sizes > 0, 2 * right / np.maximum(sizes + predicted, 1), 0.0)
+    # One after another: a sum in another order, or of more clients' classes, could differ in its last digit.
+    totals = [np.cumsum(each, 1)[:, -1].tolist() for each in (recall, f1)]
+    return [
+        {"balanced_accuracy": recalls / number if number else None, "macro_f1": scores / number if number else None}
+        for number, recalls, scores in zip(held, *totals, strict=True)
+    ]
 
 
 def margins(scores: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score
 
 import polyfed
 from polyfed import confusion
-from polyfed.confusion import Cells, class_scores, client_scores, count_each
+from polyfed.confusion import Cells, Counts, class_scores, client_scores
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.message import Message
 from polyfed.server.federation import Interrupted
@@ -57,7 +57,7 @@ def test_a_class_that_is_never_predicted_correctly_scores_zero() -> None:
 def test_scores_are_those_of_scikit_learn_over_the_classes_with_samples() -> None:
     random = np.random.default_rng(3)
     true, predicted = random.integers(0, 6, 200), random.integers(0, 9, 200)
-    (client,) = client_scores(frame(count_each(true[None], predicted[None])[0])).to_dict("records")
+    (client,) = client_scores(frame(Counts.of(true[None], predicted[None]).cells()[0])).to_dict("records")
     present = np.unique(true)
     assert client["macro_f1"] == pytest.approx(f1_score(true, predicted, labels=present, average="macro"))
     with pytest.warns(UserWarning, match="y_pred contains classes not in y_true"):

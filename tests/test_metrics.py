@@ -19,6 +19,7 @@ import polyfed
 from polyfed import confusion, report
 from polyfed.comparison.compare import Comparison
 from polyfed.comparison.outcomes import _further, read_outcome
+from polyfed.confusion import Cells, Counts
 from polyfed.data import Dataset
 from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.engines.hosts import Host, HostTraits
@@ -42,6 +43,15 @@ BLIND = ((0, 0, 98), (1, 0, 2))
 """2 of 100 samples are positive, and all are predicted as negative."""
 
 
+def evaluation(test: dict[str, Cells], validation: dict[str, Cells], aucs: Any = None) -> Evaluation:
+    """That of one client."""
+    test_counts, validation_counts = (
+        {rule: Counts.of_cells([cells]) for rule, cells in part.items()} for part in (test, validation)
+    )
+    areas = aucs and {part: {rule: [area] for rule, area in own.items()} for part, own in aucs.items()}
+    return Evaluation.of(test_counts, validation_counts, areas)[0]
+
+
 def rare(per_client: int = 30, clients: int = 4, positive: int = 3) -> Dataset:
     """Two classes, one in ten positive, as images with a brighter corner."""
     whole = support.tiny_dataset(2, clients * per_client)
@@ -52,7 +62,7 @@ def rare(per_client: int = 30, clients: int = 4, positive: int = 3) -> Dataset:
 
 def test_a_classifier_that_never_says_positive_is_found_out() -> None:
     """Accuracy 0.98; recalls 1 and 0; F1 of class 0: 2·98 / (98 + 100), of class 1: 0."""
-    score = Evaluation.of({"classifier": BLIND}, {"classifier": ()})
+    score = evaluation({"classifier": BLIND}, {"classifier": ()})
     assert score.accuracy() == 0.98
     assert score.measure("balanced_accuracy") == 0.5
     assert score.measure("macro_f1") == pytest.approx(98 / 198)
@@ -62,15 +72,28 @@ def test_a_classifier_that_never_says_positive_is_found_out() -> None:
 
 def test_a_class_without_samples_counts_only_against_the_true_class() -> None:
     """Class 0: 3 of 5 right, two predicted as 2, of which there is none. Class 1: 1 of 1 right. F1: 6 / 8 and 1."""
-    found = from_counts(((0, 0, 3), (0, 2, 2), (1, 1, 1)))
+    found = from_counts(*Counts.of_cells([((0, 0, 3), (0, 2, 2), (1, 1, 1))]).by_class())[0]
     assert found == {"balanced_accuracy": pytest.approx(0.8), "macro_f1": pytest.approx(0.875)}
+
+
+def test_a_client_s_scores_do_not_depend_on_whose_are_computed_with_them() -> None:
+    """Another client without samples, and one with more classes: the same to the last digit."""
+    random = np.random.default_rng(0)
+    true, predicted = random.integers(0, 11, (1, 97)), random.integers(0, 30, (1, 97))
+    alone = Counts.of(true, predicted)
+    more: list[Cells] = [(), *alone.cells(), ((40, 3, 2), (99, 99, 1))]
+    (expected,) = Evaluation.of({"own": alone}, {"own": alone})
+    found = Evaluation.of({"own": Counts.of_cells(more)}, {"own": Counts.of_cells(more)})
+    assert found[1] == expected
+    assert (found[0].test, found[0].test_classes, found[2].test_classes) == (0, (0, 0), (2, 2))
+    assert found[0].further["test"]["own"] == {"balanced_accuracy": None, "macro_f1": None}
 
 
 def test_they_are_those_that_follow_from_confusion_csv() -> None:
     cells = ((0, 0, 3), (0, 2, 2), (1, 1, 1), (2, 0, 4), (2, 2, 1))
     frame = pd.DataFrame(list(confusion.rows(1, {0: {"classifier": cells}})), columns=list(confusion.COLUMNS))
     expected = confusion.client_scores(frame).iloc[0]
-    found = from_counts(cells)
+    found = from_counts(*Counts.of_cells([cells]).by_class())[0]
     assert (found["balanced_accuracy"], found["macro_f1"]) == (
         pytest.approx(expected.balanced_accuracy),
         pytest.approx(expected.macro_f1),
@@ -120,7 +143,7 @@ def test_means_are_over_the_clients_that_have_the_class() -> None:
     one, both = {"own": ((0, 0, 1),)}, {"own": ((0, 0, 1), (1, 1, 1))}
     aucs = [0.5, 1.0, None]
     scores: dict[int, Score] = {
-        client: Evaluation.of(one if value is None else both, {"own": ()}, {"test": {"own": value}, "validation": {}})
+        client: evaluation(one if value is None else both, {"own": ()}, {"test": {"own": value}, "validation": {}})
         for client, value in enumerate(aucs)
     }
     assert further_means(scores) == {"balanced_accuracy_mean": 1.0, "macro_f1_mean": 1.0, "auc_mean": 0.75}
@@ -130,7 +153,7 @@ def test_means_are_over_the_clients_that_have_the_class() -> None:
 
 def test_an_evaluation_survives_a_checkpoint_and_what_is_told_has_no_counts() -> None:
     aucs: Any = {"test": {"classifier": 0.25}, "validation": {"classifier": None}}
-    score = Evaluation.of({"classifier": BLIND}, {"classifier": ((0, 0, 2),)}, aucs)
+    score = evaluation({"classifier": BLIND}, {"classifier": ((0, 0, 2),)}, aucs)
     assert Score.from_dict(json.loads(json.dumps(score.to_dict()))) == score
     bare = score.without_confusion()
     assert (bare.measure("balanced_accuracy"), bare.measure("auc"), bare.largest_class) == (0.5, 0.25, 0.98)

@@ -17,7 +17,7 @@ from papers import collect as collecting
 from papers import run as running
 from papers.campaign import FOLDER, Run, read_campaign
 from papers.collect import collect
-from papers.page import comparisons_of, draw, front, main, page, with_front
+from papers.page import comparisons_of, draw, front, main, of_method, page, with_table
 from papers.records import Record, append, read_records
 from papers.tables import accuracies, costs, margins, other_rules, sweep
 from polyfed.comparison.plan import Cell
@@ -338,6 +338,10 @@ def test_tables_by_hand(papers: Path) -> None:
     shown = front(campaign, [found])
     assert shown.splitlines()[-2:] == ["| Standalone | 51.0 (96.53) |", "| FedProto | +2.0 ± 2.5 (−0.02) |"]
     assert shown.startswith("## ") and "means over 3 seeds" in shown and "(docs/results.md)" in shown
+    own = of_method("fedproto", campaign, [found]).splitlines()[-1].split(" | ")
+    assert own[0] == "| [Digits, reduced](../results.md#digits)"
+    assert own[1:] == ["53.0 ± 1.7", "+2.0 (−0.5 to +4.5)", "96.51 (−0.02) |"]
+    assert of_method("fedssa", campaign, [found]) == ""
 
 
 def test_what_is_missing_is_said(papers: Path) -> None:
@@ -349,7 +353,7 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     assert "**Not complete: 4 of 6 runs.**" in text and "| FedProto | 2 of 3 | 50.0 ± 0.0 | 0.0 |" in text
     assert "| `tiny` | Digits | 2 of 6 |" in text and "No run yet" not in text
     assert front(campaign, comparisons) == ""
-    assert with_front("no markers", "table") == "no markers"
+    assert with_table("no markers", "table") == "no markers"
     assert "| FedProto | 50.0 ± 0.0 (2 of 3) |" in sweep(comparisons[0])
     draw(comparisons[0], papers / "curves.png")
     (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", "fedproto, fedssa]\n    changes"))
@@ -401,7 +405,9 @@ def test_the_page_is_what_the_records_give() -> None:
     comparisons = comparisons_of(campaign, FOLDER / "results")
     assert (ROOT / "docs" / "results.md").read_text() == page(comparisons, FOLDER / "words")
     readme = (ROOT / "README.md").read_text()
-    assert readme == with_front(readme, front(campaign, comparisons))
+    assert readme == with_table(readme, front(campaign, comparisons))
+    for path in (ROOT / "docs" / "methods").glob("*.md"):
+        assert path.read_text() == with_table(path.read_text(), of_method(path.stem, campaign, comparisons))
     for each in comparisons:
         shown = each.found and len(each.entry.points) == 1
         assert not shown or (ROOT / "docs" / "pictures" / f"results-{each.name}.png").exists()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.compute import all_to_device, out_of_memory, precision
-from polyfed.confusion import Cells, count_each
+from polyfed.confusion import Counts
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
@@ -313,18 +313,19 @@ def evaluate(
     with torch.no_grad():
         count = partial(predictions, population, net, say=say)
         test, validation = count(data.test), count(data.validation)
-        rules = test.cells or validation.cells or count(data.train[:1]).cells
-    none: dict[str, Cells] = dict.fromkeys(rules, ())
-    aucs: dict[Part, dict[str, float | None]] = {"test": test.aucs, "validation": validation.aucs}
-    return Evaluation.of(test.cells or none, validation.cells or none, aucs if population.task.classes == 2 else None)
+        rules = test.counts or validation.counts or count(data.train[:1]).counts
+    none = dict.fromkeys(rules, Counts.of_cells([()]))
+    aucs: dict[Part, dict[str, list[float | None]]] = {"test": test.aucs, "validation": validation.aucs}
+    given = aucs if population.task.classes == 2 else None
+    return Evaluation.of(test.counts or none, validation.counts or none, given)[0]
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """By rule, what samples are predicted as, and with two classes the AUC."""
+    """By rule, what samples of one client are predicted as, and with two classes the AUC."""
 
-    cells: dict[str, Cells] = field(default_factory=dict)
-    aucs: dict[str, float | None] = field(default_factory=dict)
+    counts: dict[str, Counts] = field(default_factory=dict)
+    aucs: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 def predictions(population: Population, net: ClientNetwork, samples: Tensor, say: Callable[[str], None]) -> Predictions:
@@ -341,7 +342,7 @@ def predictions(population: Population, net: ClientNetwork, samples: Tensor, say
     rules = list(found[0][0])
     columns = [[y for _, y in found], *([own[rule][0] for own, _ in found] for rule in rules)]
     tables = torch.stack([torch.cat(column) for column in columns]).cpu().numpy()
-    cells = {rule: count_each(tables[:1], own[None])[0] for rule, own in zip(rules, tables[1:], strict=True)}
+    counts = {rule: Counts.of(tables[:1], own[None]) for rule, own in zip(rules, tables[1:], strict=True)}
     preferred = {rule: [m for own, _ in found if (m := own[rule][1]) is not None] for rule in rules if two}
-    aucs = {rule: auc(tables[0], torch.cat(own).double().cpu().numpy()) for rule, own in preferred.items()}
-    return Predictions(cells, aucs)
+    aucs = {rule: [auc(tables[0], torch.cat(own).double().cpu().numpy())] for rule, own in preferred.items()}
+    return Predictions(counts, aucs)

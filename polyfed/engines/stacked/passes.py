@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from polyfed.compute import to_device
-from polyfed.confusion import Cells, count_each
+from polyfed.confusion import Counts
 from polyfed.engines.client.probing import ask, probe_samples
 from polyfed.engines.client.round import silent, smaller_batches
 from polyfed.engines.stacked.numbers import numbers_of, on
@@ -175,20 +175,16 @@ class Predicted:
 
     def evaluations(self) -> dict[int, Evaluation]:
         """Count what is predicted as what, of every client's test and validation samples."""
-        counts: dict[Part, dict[str, list[Cells]]] = {}
+        counts: dict[Part, dict[str, Counts]] = {}
         aucs: dict[Part, dict[str, list[float | None]]] = {}
         count = len(self.rules)
         for part, tables in zip(PARTS, self.tables.cpu().split(self.widths, 2), strict=True):
             true, *found = tables.numpy()
-            counts[part] = {rule: count_each(true, own) for rule, own in zip(self.rules, found, strict=False)}
+            counts[part] = {rule: Counts.of(true, own) for rule, own in zip(self.rules, found, strict=False)}
             margins = {rule: own.view(np.float64) for rule, own in zip(self.rules, found[count:], strict=False)}
             aucs[part] = {rule: [auc(*pair) for pair in zip(true, own, strict=True)] for rule, own in margins.items()}
-        scores = {}
-        for i, client in enumerate(self.clients):
-            test, validation = ({rule: own[i] for rule, own in counts[part].items()} for part in PARTS)
-            areas = {part: {rule: own[i] for rule, own in known.items()} for part, known in aucs.items()}
-            scores[client] = Evaluation.of(test, validation, areas if len(self.tables) > 1 + count else None)
-        return scores
+        found = Evaluation.of(counts["test"], counts["validation"], aucs if len(self.tables) > 1 + count else None)
+        return dict(zip(self.clients, found, strict=True))
 
 
 def predict(
