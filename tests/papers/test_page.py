@@ -1,0 +1,109 @@
+"""The page that follows from records: tables by hand, what is missing, what was noted."""
+
+from pathlib import Path
+
+from papers.campaign import FOLDER, Run, read_campaign
+from papers.page import comparisons_of, draw, front, of_method, page, with_table
+from papers.records import Record
+from papers.tables import accuracies, costs, margins, other_rules, sweep
+from tests.papers.tiny import TINY, record, written
+
+ROOT = FOLDER.parent
+
+
+def test_tables_by_hand(papers: Path) -> None:
+    """FedProto has 51, 54 and 54: 53 ± √3. It gains 1, 2 and 3 points: 2, and 4.303 / √3 = 2.48 to either side."""
+    base, gains = {0: 0.50, 1: 0.52, 2: 0.51}, {0: 0.01, 1: 0.02, 2: 0.03}
+
+    def made(run: Run) -> Record:
+        pairs = {"margins": [[3.0, 1.0], [5.0, 2.0]]} if run.row == "fedproto" else {}
+        return record(run, base[run.seed] + (gains[run.seed] if run.row == "fedproto" else 0), **pairs)
+
+    written(papers, made)
+    campaign = read_campaign(papers / "campaign.yaml")
+    (found,) = comparisons_of(campaign, papers / "results")
+    rows = [line.split(" | ") for line in accuracies(found, "n10/cifar10").splitlines()]
+    assert rows[0][:4] == ["| method", "seeds", "ours", "minus Standalone"]
+    assert rows[2] == ["| Standalone", "3", "51.0 ± 1.0", "", "49.0 ± 1.0", "56.0 ± 1.0", "51.0 ± 1.0",
+                       "96.53", "", "96.53", " |"]  # fmt: skip
+    assert rows[3][:6] == ["| FedProto", "3", "53.0 ± 1.7", "+2.0 (−0.5 to +4.5)", "51.0 ± 1.7", ""]
+    assert rows[3][7:] == ["96.51", "−0.02", "96.51", "−0.02 |"]
+    assert "| FedProto, by prototypes | 53.0 ± 1.7 | +2.0 (−0.5 to +4.5) |" in other_rules(found, "n10/cifar10")
+    assert "| FedProto | 4.00 | 1.50 |" in margins(found)
+    assert "| Standalone | 4.0 | 4.0 | 4e-06 | 2 | 3 |" in costs(found)
+    shown = front(campaign, [found])
+    assert shown.splitlines()[-2:] == ["| Standalone | 51.0 (96.53) |", "| FedProto | +2.0 ± 2.5 (−0.02) |"]
+    assert shown.startswith("## ") and "means over 3 seeds" in shown and "(docs/results.md)" in shown
+    own = of_method("fedproto", campaign, [found]).splitlines()[-1].split(" | ")
+    assert own[0] == "| [Digits, reduced](../results.md#digits)"
+    assert own[1:] == ["53.0 ± 1.7", "+2.0 (−0.5 to +4.5)", "96.51 (−0.02) |"]
+    assert of_method("fedssa", campaign, [found]) == ""
+
+
+def test_what_is_missing_is_said(papers: Path) -> None:
+    """Two of three seeds: no interval, no place on the front page, and never called complete."""
+    written(papers, lambda run: record(run, 0.5) if run.seed < 2 else None)
+    campaign = read_campaign(papers / "campaign.yaml")
+    comparisons = comparisons_of(campaign, papers / "results")
+    text = page(comparisons, papers / "words")
+    assert "**Not complete: 4 of 6 runs.**" in text and "| FedProto | 2 of 3 | 50.0 ± 0.0 | 0.0 |" in text
+    assert "| `tiny` | Digits | 2 of 6 |" in text and "No run yet" not in text
+    assert front(campaign, comparisons) == ""
+    assert with_table("no markers", "table") == "no markers"
+    assert "| FedProto | 50.0 ± 0.0 (2 of 3) |" in sweep(comparisons[0])
+    draw(comparisons[0], papers / "curves.png")
+    (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", "fedproto, fedssa]\n    changes"))
+    written(papers, lambda run: record(run, 0.5) if run.row != "fedssa" else None)
+    comparisons = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
+    assert "**Not complete: 6 of 9 runs.** No run yet: FedSSA. **Reduced" in page(comparisons, papers / "words")
+    assert "| FedProto | 0.0 ± 0.0 (−0.02) |" in front(campaign, comparisons)  # the front page has what is complete
+
+
+def test_gains_of_fewer_seeds_say_so(papers: Path) -> None:
+    """FedProto has all three seeds, Standalone only two of them: a gain of 1 and 2 points is 1.5, without interval."""
+    gains = {0: 0.01, 1: 0.02, 2: 0.3}
+
+    def made(run: Run) -> Record | None:
+        return (
+            record(run, 0.5 + gains[run.seed]) if run.row == "fedproto" else record(run, 0.5) if run.seed < 2 else None
+        )
+
+    written(papers, made)
+    (found,) = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
+    rows = accuracies(found, "n10/cifar10").splitlines()[2:]
+    assert rows[0].startswith("| Standalone | 2 of 3 | 50.0 ± 0.0 |  |")
+    assert rows[1].startswith("| FedProto | 3 | 61.0 ± 16.5 | +1.5 [2 seeds] |")
+
+
+def test_what_the_methods_without_runs_would_bring_is_left_out(papers: Path) -> None:
+    """Without the base there are no gains. A table that has none of the methods with runs is not spoken of."""
+    other = "beside: [fedssa-table2, {recipe: fedtgp-table1, setting: practical/cifar10}]"
+    (papers / "campaign.yaml").write_text(TINY.replace("beside: [pfedes-table2, fedssa-table2]", other))
+    written(papers, lambda run: record(run, 0.5) if run.row == "fedproto" else None)
+    text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
+    assert "No run yet: Standalone. Without Standalone there are no gains." in text
+    assert "minus Standalone" not in text and "Unlike FedTGP, Table 1: " in text
+    written(papers, lambda run: record(run, 0.5) if run.row == "standalone" else None)
+    text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
+    assert "No run yet: FedProto. **Reduced" in text
+    assert "Unlike FedSSA, Table 2: " in text and "Unlike FedTGP, Table 1: " not in text
+
+
+def test_the_page_has_what_runs_noted(papers: Path) -> None:
+    written(papers, lambda run: record(run, 0.5, **({"notes": ["slow `x`"]} if run.seed else {})))
+    text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
+    assert "- Noted by 4 of 6 runs: `slow 'x'`\n" in text
+
+
+def test_the_page_is_what_the_records_give() -> None:
+    """After a change of records, words or the campaign: make results."""
+    campaign = read_campaign()
+    comparisons = comparisons_of(campaign, FOLDER / "results")
+    assert (ROOT / "docs" / "results.md").read_text() == page(comparisons, FOLDER / "words")
+    readme = (ROOT / "README.md").read_text()
+    assert readme == with_table(readme, front(campaign, comparisons))
+    for path in (ROOT / "docs" / "methods").glob("*.md"):
+        assert path.read_text() == with_table(path.read_text(), of_method(path.stem, campaign, comparisons))
+    for each in comparisons:
+        shown = each.found and len(each.entry.points) == 1
+        assert not shown or (ROOT / "docs" / "pictures" / f"results-{each.name}.png").exists()
