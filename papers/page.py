@@ -152,7 +152,7 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
         cells = []
         for each in chosen:
             setting, base = each.entry.points[0], each.entry.base
-            papers = [printed(beside, row, setting, base)[row != base] for beside in each.entry.beside]
+            papers = [printed(beside, row, setting, base)[row != base] for beside in each.papers]
             ours, theirs = short(each, row), next((text for text in papers if text), "")
             cells.append(f"{ours} ({theirs})" if ours and theirs else ours)
         rows.append([title_of(row), *cells])
@@ -166,18 +166,17 @@ def of_method(name: str, campaign: Campaign, comparisons: Sequence[Comparison]) 
     rows = []
     for each in comparisons:
         setting, base = each.entry.points[0], each.entry.base
-        own = [row for row in each.rows if campaign.method(each.name, row) == name and len(each.entry.points) == 1]
-        for row in own:
-            papers = [
-                f"{value} ({gain})" if gain else value
-                for value, gain in (printed(beside, row, setting, base) for beside in each.entry.beside)
-                if value
-            ]
-            title = each.entry.title + ", reduced" * bool(each.entry.smaller)
+        title = each.entry.title + ", reduced" * bool(each.entry.smaller)
+        for row in each.rows if len(each.entry.points) == 1 else ():
+            if campaign.method(each.name, row) != name:
+                continue
+            seeds, gain = each.seeds(row, setting), each.gain(row, setting)
             link = f"[{title}](../results.md#{anchor(each.entry.title)})" + f", `{row}`" * (row != name)
-            gain = f"{each.gain(row, setting)}" + f" over {title_of(base)}" * (base != "standalone" and row != base)
-            seeds = f", {each.seeds(row, setting)} seeds" * (each.seeds(row, setting) != str(len(campaign.seeds)))
-            rows.append([link + seeds, spread(each.values(row, setting)), gain, "; ".join(dict.fromkeys(papers))])
+            link += f", {seeds} seeds" * (seeds != str(len(campaign.seeds)))
+            gain += f" over {title_of(base)}" * (bool(gain) and base != "standalone")
+            pairs = dict.fromkeys(printed(paper, row, setting, base) for paper in each.papers)
+            theirs = "; ".join(value + f" ({more})" * bool(more) for value, more in pairs if value)
+            rows.append([link, spread(each.values(row, setting)), gain, theirs])
     head = ["setting", "accuracy in percent", "gain", "printed (and gain)"]
     return f"{OWN.format(seeds=len(campaign.seeds))}\n\n{markdown(head, rows)}" if rows else ""
 

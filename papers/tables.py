@@ -43,6 +43,11 @@ class Comparison:
     def complete(self) -> bool:
         return len(self.found) == len(self.runs)
 
+    @property
+    def papers(self) -> list[Beside]:
+        """The published tables beside ours that have accuracies."""
+        return [each for each in self.entry.beside if each.of.compare.what == "accuracy"]
+
     def of(self, row: str) -> list[Record]:
         return [record for record in self.found if record["method"] == row]
 
@@ -145,7 +150,7 @@ def printed(beside: Beside, row: str, setting: str, base: str) -> tuple[str, str
 def accuracies(given: Comparison, setting: str) -> str:
     """Our accuracies, other ways to read the same runs, and what the papers print."""
     entry, base = given.entry, title_of(given.entry.base)
-    papers = [each for each in entry.beside if each.of.compare.what == "accuracy"]
+    papers = given.papers
     head = ["method", "seeds", "ours", f"minus {base}", "last round", "own best", "participants", "validation"]
     head += [text for each in papers for text in (each.label, f"minus its {base}")]
     rows = [

@@ -89,6 +89,17 @@ def test_what_the_methods_without_runs_would_bring_is_left_out(papers: Path) -> 
     assert "Unlike FedSSA, Table 2: " in text and "Unlike FedTGP, Table 1: " not in text
 
 
+def test_published_costs_are_not_shown_as_accuracies(papers: Path) -> None:
+    both = "beside: [{recipe: fedtgp-table5, setting: cifar100}, fedssa-table2]"
+    (papers / "campaign.yaml").write_text(TINY.replace("beside: [pfedes-table2, fedssa-table2]", both))
+    written(papers, lambda run: record(run, 0.5))
+    campaign = read_campaign(papers / "campaign.yaml")
+    comparisons = comparisons_of(campaign, papers / "results")
+    assert comparisons[0].entry.beside[0].number("fedproto", "n10/cifar10").value > 0
+    assert of_method("fedproto", campaign, comparisons).endswith("| 96.51 (−0.02) |")
+    assert front(campaign, comparisons).endswith("(−0.02) |")
+
+
 def test_the_page_has_what_runs_noted(papers: Path) -> None:
     written(papers, lambda run: record(run, 0.5, **({"notes": ["slow `x`"]} if run.seed else {})))
     text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
