@@ -41,8 +41,8 @@ def checked_metric(name: str) -> Metric:
 def from_counts(sizes: Table, right: Table, predicted: Table) -> list[dict[Metric, float | None]]:
     """Clients' balanced accuracies (means over classes of recall) and macro-F1 (those of F1); None without samples.
 
-    Of its samples [clients, classes]: those of a class, those of them predicted so, all predicted so. Here recalls are
-    3/4 and 0, and the F1 of class 0 is 2·3 / (4 + 5).
+    Of their samples [clients, classes]: those of a class, those of them predicted so, all predicted so. Here recalls
+    are 3/4 and 0, and the F1 of class 0 is 2·3 / (4 + 5).
 
     >>> from_counts(np.array([[4, 2]]), np.array([[3, 0]]), np.array([[5, 1]]))
     [{'balanced_accuracy': 0.375, 'macro_f1': 0.3333333333333333}]

@@ -1,7 +1,8 @@
 """Kernels for a GPU: a step of SGD on trained prototypes that shall stay apart, forward, backward and update.
 
 A step computes little, so its time is that of starting kernels, and their number is what counts: six with the network,
-two without. There is no product of matrices that a tensor core would speed up; everything is in the tensors' precision.
+two without. With few classes there is no product of matrices that a tensor core would speed up (`separation.py` leaves
+many to PyTorch's products); everything here is in the tensors' precision.
 
 Weights are changed where they lie. A block of them, and of what they are multiplied with, belongs to one program, which
 reads it before it writes it; no other program of the same kernel reads it.
