@@ -347,8 +347,8 @@ def test_help_has_no_escapes(shell: Shell, command: tuple[str, ...], words: str)
     ],
 )
 def test_help_describes_arguments(shell: Shell, command: tuple[str, ...], words: str) -> None:
-    """With Click 8.5, some versions of Typer lose these words."""
-    assert words in " ".join(shell(*command, "--help").output.split())
+    """With Click 8.5, some versions of Typer lose these words, and others print them twice."""
+    assert " ".join(shell(*command, "--help").output.split()).count(words) == 1
 
 
 def test_help_describes_every_option(shell: Shell) -> None:

@@ -57,6 +57,9 @@ class PlainCommand(TyperCommand):
                 parameter.help = told[0]
         return super().get_help(ctx).replace("\\[", "[")
 
+    def format_arguments(self, ctx: Any, formatter: Any) -> None:
+        """Write nothing: Typer lists arguments beside the options, and newer versions of Click would do so again."""
+
 
 class Commands(TyperGroup):
     """The group of all commands. Each is a stand-in with a name and a help text until it is called."""
