@@ -140,8 +140,8 @@ def origin(given: Comparison) -> str:
     return f"{'; '.join(places)}; {' to '.join(dict.fromkeys([days[0], days[-1]]))}."
 
 
-def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
-    """Our gains and the first published ones, for entries with all seeds of these methods."""
+def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) -> str:
+    """Our gains and the first published ones, for entries with all seeds of these methods, and a summary below."""
     entries, methods, rows = campaign.front.get("entries", []), campaign.front.get("methods", []), []
     chosen = [
         each
@@ -157,8 +157,8 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
             cells.append(f"{ours} ({theirs})" if ours and theirs else ours)
         rows.append([title_of(row), *cells])
     titles = [each.entry.title + ", reduced" * bool(each.entry.smaller) for each in chosen]
-    words = FRONT.format(seeds=len(campaign.seeds))
-    return f"{words}\n\n{markdown(['method', *titles], rows)}" if chosen else ""
+    parts = FRONT.format(seeds=len(campaign.seeds)), markdown(["method", *titles], rows), _words(words, "front")
+    return _blocks(parts) if chosen else ""
 
 
 def of_method(name: str, campaign: Campaign, comparisons: Sequence[Comparison]) -> str:
@@ -247,7 +247,7 @@ def main(root: Path = FOLDER.parent, papers: Path = FOLDER) -> None:
     comparisons = comparisons_of(campaign, papers / RESULTS.name)
     disk.write(root / "docs" / "results.md", page(comparisons, papers / "words"))
     readme = root / "README.md"
-    disk.write(readme, with_table(readme.read_text(), front(campaign, comparisons)))
+    disk.write(readme, with_table(readme.read_text(), front(campaign, comparisons, papers / "words")))
     for path in sorted((root / "docs" / "methods").glob("*.md")):
         disk.write(path, with_table(path.read_text(), of_method(path.stem, campaign, comparisons)))
     for each in comparisons:

@@ -31,9 +31,11 @@ def test_tables_by_hand(papers: Path) -> None:
     assert "| FedProto, by prototypes | 53.0 ± 1.7 | +2.0 (−0.5 to +4.5) |" in other_rules(found, "n10/cifar10")
     assert "| FedProto | 4.00 | 1.50 |" in margins(found)
     assert "| Standalone | 4.0 | 4.0 | 4e-06 | 2 | 3 |" in costs(found)
-    shown = front(campaign, [found])
+    shown = front(campaign, [found], papers / "words")
     assert shown.splitlines()[-2:] == ["| Standalone | 51.0 (96.53) |", "| FedProto | +2.0 ± 2.5 (−0.02) |"]
     assert shown.startswith("## ") and "means over 3 seeds" in shown and "(docs/results.md)" in shown
+    (papers / "words" / "front.md").write_text("What agrees.\n")
+    assert front(campaign, [found], papers / "words") == f"{shown}\n\nWhat agrees."
     own = of_method("fedproto", campaign, [found]).splitlines()[-1].split(" | ")
     assert own[0] == "| [Digits, reduced](../results.md#digits)"
     assert own[1:] == ["53.0 ± 1.7", "+2.0 (−0.5 to +4.5)", "96.51 (−0.02) |"]
@@ -48,7 +50,8 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     text = page(comparisons, papers / "words")
     assert "**Not complete: 4 of 6 runs.**" in text and "| FedProto | 2 of 3 | 50.0 ± 0.0 | 0.0 |" in text
     assert "| `tiny` | Digits | 2 of 6 |" in text and "No run yet" not in text
-    assert front(campaign, comparisons) == ""
+    (papers / "words" / "front.md").write_text("What agrees.")
+    assert front(campaign, comparisons, papers / "words") == ""
     assert with_table("no markers", "table") == "no markers"
     assert "| FedProto | 50.0 ± 0.0 (2 of 3) |" in sweep(comparisons[0])
     draw(comparisons[0], papers / "curves.png")
@@ -56,7 +59,8 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     written(papers, lambda run: record(run, 0.5) if run.row != "fedssa" else None)
     comparisons = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
     assert "**Not complete: 6 of 9 runs.** No run yet: FedSSA. **Reduced" in page(comparisons, papers / "words")
-    assert "| FedProto | 0.0 ± 0.0 (−0.02) |" in front(campaign, comparisons)  # the front page has what is complete
+    shown = front(campaign, comparisons, papers / "words")  # the front page has what is complete
+    assert "| FedProto | 0.0 ± 0.0 (−0.02) |" in shown
 
 
 def test_gains_of_fewer_seeds_say_so(papers: Path) -> None:
@@ -97,7 +101,7 @@ def test_published_costs_are_not_shown_as_accuracies(papers: Path) -> None:
     comparisons = comparisons_of(campaign, papers / "results")
     assert comparisons[0].entry.beside[0].number("fedproto", "n10/cifar10").value > 0
     assert of_method("fedproto", campaign, comparisons).endswith("| 96.51 (−0.02) |")
-    assert front(campaign, comparisons).endswith("(−0.02) |")
+    assert front(campaign, comparisons, papers / "words").endswith("(−0.02) |")
 
 
 def test_the_page_has_what_runs_noted(papers: Path) -> None:
@@ -112,7 +116,7 @@ def test_the_page_is_what_the_records_give() -> None:
     comparisons = comparisons_of(campaign, FOLDER / "results")
     assert (ROOT / "docs" / "results.md").read_text() == page(comparisons, FOLDER / "words")
     readme = (ROOT / "README.md").read_text()
-    assert readme == with_table(readme, front(campaign, comparisons))
+    assert readme == with_table(readme, front(campaign, comparisons, FOLDER / "words"))
     for path in (ROOT / "docs" / "methods").glob("*.md"):
         assert path.read_text() == with_table(path.read_text(), of_method(path.stem, campaign, comparisons))
     for each in comparisons:
