@@ -49,7 +49,7 @@ def from_counts(sizes: Table, right: Table, predicted: Table) -> list[dict[Metri
     """
     held = (sizes > 0).sum(1).tolist()
     recall = right / np.maximum(sizes, 1)
-    f1 = np.where(sizes > 0, 2 * right / np.maximum(sizes + predicted, 1), 0.0)
+    f1 = 2 * right / np.maximum(sizes + predicted, 1)
     # One after another: a sum in another order, or of more clients' classes, could differ in its last digit.
     totals = [np.cumsum(each, 1)[:, -1].tolist() for each in (recall, f1)]
     return [
