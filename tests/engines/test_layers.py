@@ -140,11 +140,23 @@ def test_pooling_in_several_blocks_that_begin_within_a_row(monkeypatch: pytest.M
     close(own, gradients(lambda a: functional.max_pool2d(a, size), (0,), x))
 
 
-def test_pooling_by_one_window_that_begins_outside_of_the_image() -> None:
-    """It has the image's size, but does not cover it."""
-    x = random(CLIENTS, SAMPLES, 3, 4, 4)
-    own = gradients(lambda a: served(layers.pooling(a, 4, padding=1)), (0,), x)
-    close(own, gradients(lambda a: functional.max_pool2d(a, 4, padding=1), (0,), x))
+@pytest.mark.parametrize(
+    ("size", "options", "side"),
+    [
+        (4, {"padding": 1}, 4),
+        ((4, 2), {"padding": (1, 0)}, 4),
+        ((3, 2), {"stride": 2}, 6),
+        (2, {"stride": 3, "padding": 1}, 4),
+        (2, {"stride": 2, "dilation": 2, "padding": 1}, 4),
+    ],
+)
+def test_pooling_by_windows_as_large_as_the_image_that_do_not_cover_it(
+    size: Any, options: dict[str, Any], side: int
+) -> None:
+    """They overlap, or lie apart, or begin outside of it."""
+    x = random(CLIENTS, SAMPLES, 3, side, side)
+    own = gradients(lambda a: served(layers.pooling(a, size, **options)), (0,), x)
+    close(own, gradients(lambda a: functional.max_pool2d(a, size, **options), (0,), x))
 
 
 def test_pooling_whose_result_gets_no_gradient() -> None:
