@@ -170,13 +170,13 @@ def of_method(name: str, campaign: Campaign, comparisons: Sequence[Comparison]) 
         for row in each.rows if len(each.entry.points) == 1 else ():
             if campaign.method(each.name, row) != name:
                 continue
-            seeds, gain = each.seeds(row, setting), each.gain(row, setting)
+            seeds = each.seeds(row, setting)
             link = f"[{title}](../results.md#{anchor(each.entry.title)})" + f", `{row}`" * (row != name)
             link += f", {seeds} seeds" * (seeds != str(len(campaign.seeds)))
-            gain += f" over {title_of(base)}" * (bool(gain) and base != "standalone")
+            link += f", gains over {title_of(base)}" * (base not in ("standalone", row))
             pairs = dict.fromkeys(printed(paper, row, setting, base) for paper in each.papers)
             theirs = "; ".join(value + f" ({more})" * bool(more) for value, more in pairs if value)
-            rows.append([link, spread(each.values(row, setting)), gain, theirs])
+            rows.append([link, spread(each.values(row, setting)), each.gain(row, setting), theirs])
     head = ["setting", "accuracy in percent", "gain", "printed (and gain)"]
     return f"{OWN.format(seeds=len(campaign.seeds))}\n\n{markdown(head, rows)}" if rows else ""
 

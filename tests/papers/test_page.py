@@ -1,5 +1,6 @@
 """The page that follows from records: tables by hand, what is missing, what was noted."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from papers.campaign import FOLDER, Run, read_campaign
@@ -77,6 +78,28 @@ def test_gains_of_fewer_seeds_say_so(papers: Path) -> None:
     rows = accuracies(found, "n10/cifar10").splitlines()[2:]
     assert rows[0].startswith("| Standalone | 2 of 3 | 50.0 ± 0.0 |  |")
     assert rows[1].startswith("| FedProto | 3 | 61.0 ± 16.5 | +1.5 [2 seeds] |")
+
+
+def test_rows_of_a_method_s_own_page_say_what_is_unusual(papers: Path) -> None:
+    """Options, fewer seeds, a base other than Standalone, even one without runs; no row of several settings."""
+    entry = TINY[TINY.index("    title") :]
+    several = entry.replace("settings: [n10/cifar10]", "settings: [n10/cifar10, n50/cifar10]")
+    other = entry.replace("    changes", "    base: fedproto\n    lists: {fedproto: {weight: [2]}}\n    changes")
+    (papers / "campaign.yaml").write_text(f"seeds: [0, 1, 2]\nentries:\n  tiny:\n{other}  several:\n{several}")
+    campaign = read_campaign(papers / "campaign.yaml")
+
+    def shown(name: str, made: Callable[[Run], bool]) -> list[str]:
+        written(papers, lambda run: record(run, 0.5) if made(run) else None)
+        table = of_method(name, campaign, comparisons_of(campaign, papers / "results"))
+        return [line.replace("[Digits, reduced](../results.md#digits)", "…") for line in table.splitlines()[6:]]
+
+    assert shown("standalone", lambda run: run.row == "standalone") == [
+        "| …, gains over FedProto | 50.0 ± 0.0 | 96.53 (+0.02) |"
+    ]
+    assert shown("fedproto", lambda run: run.seed < 2 or run.row == "fedproto") == [
+        "| … | 50.0 ± 0.0 |  | 96.51 |",
+        "| …, `fedproto weight=2`, 2 of 3 seeds, gains over FedProto | 50.0 ± 0.0 | 0.0 |  |",
+    ]
 
 
 def test_what_the_methods_without_runs_would_bring_is_left_out(papers: Path) -> None:
