@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,6 +150,21 @@ def test_results_stay_when_a_graph_is_replayed(graphs: list[Graph]) -> None:
     assert tables[0] == [[1, 2, 3, 4, 5], [2] * 5, [6] * 5]
     assert tables[1] == [[10, 20, 30, 40, 50], [20] * 5]
     assert [graph.replays for graph in graphs] == [5]  # six pieces, the first without a graph
+
+
+def test_a_thread_captures_only_what_it_has_computed_before(graphs: list[Graph]) -> None:
+    """Of runs that train together; a library's handles, and the plans that cuDNN has found, are those of a thread."""
+    own, _ = cohort()
+    rows = torch.ones(3, 1, dtype=torch.int64)
+
+    def captured() -> int:
+        assert own.over("product", times_weight, rows, {}, 6) is not None
+        return len(graphs)
+
+    assert captured() == 0
+    with ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as third:
+        assert [other.submit(captured).result() for other in (second, second, third)] == [0, 1, 1]
+    assert graphs[0].replays == 2
 
 
 def test_numbers_of_the_clients_are_those_of_this_call(graphs: list[Graph]) -> None:

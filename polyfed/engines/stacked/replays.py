@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from threading import Thread, current_thread
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -112,7 +114,8 @@ class _Pass:
         self.state = state
         self._rows = rows
         self._numbers = {name: values.new_zeros(len(rows)) for name, values in numbers.items()}
-        self._warm = False
+        self._warm: WeakSet[Thread] = WeakSet()
+        """Threads that have made the pass without a graph."""
         self._graph: Any = None
         self._outcome: Any = None
 
@@ -126,9 +129,10 @@ class _Pass:
         self._rows[:clients, :samples].copy_(rows)  # the rest are samples too, of which nobody looks at the results
         for name, values in numbers.items():
             self._numbers[name][:clients].copy_(values)
-        if not self._warm:
-            found = self._take(work)  # compiles, chooses and allocates, which a capture can't
-            self._warm = True
+        if self._graph is None and current_thread() not in self._warm:
+            # Compiles, chooses and allocates, which a capture can't; of what it chooses, threads share nothing.
+            found = self._take(work)
+            self._warm.add(current_thread())
         else:
             if self._graph is None:
                 self._graph, self._outcome = self._capture(work, stream)
