@@ -117,14 +117,15 @@ def test_what_the_methods_without_runs_would_bring_is_left_out(papers: Path) -> 
 
 
 def test_published_costs_are_not_shown_as_accuracies(papers: Path) -> None:
-    both = "beside: [{recipe: fedtgp-table5, setting: cifar100}, fedssa-table2]"
+    """The first table beside ours has floats. On the front page the base's own numbers would be among them."""
+    both = "base: fedproto\n    beside: [{recipe: fedtgp-table5, setting: cifar100}, fedssa-table2]"
     (papers / "campaign.yaml").write_text(TINY.replace("beside: [pfedes-table2, fedssa-table2]", both))
     written(papers, lambda run: record(run, 0.5))
     campaign = read_campaign(papers / "campaign.yaml")
     comparisons = comparisons_of(campaign, papers / "results")
     assert comparisons[0].entry.beside[0].number("fedproto", "n10/cifar10").value > 0
-    assert of_method("fedproto", campaign, comparisons).endswith("| 96.51 (−0.02) |")
-    assert front(campaign, comparisons, papers / "words").endswith("(−0.02) |")
+    assert of_method("fedproto", campaign, comparisons).endswith("| 50.0 ± 0.0 | 96.51 |")
+    assert front(campaign, comparisons, papers / "words").endswith("| FedProto | 50.0 (96.51) |")
 
 
 def test_the_page_has_what_runs_noted(papers: Path) -> None:

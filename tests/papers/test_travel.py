@@ -61,14 +61,18 @@ def test_runs_become_a_page(papers: Path) -> None:
     assert lines(papers / "again") == []
 
     (papers / "docs" / "pictures").mkdir(parents=True)
-    (papers / "README.md").write_text("a\n<!-- results: begin -->\nold\n<!-- results: end -->\nb\n")
+    (papers / "docs" / "methods").mkdir()
+    readme, own = papers / "README.md", papers / "docs" / "methods" / "standalone.md"
+    for path in (readme, own):
+        path.write_text("a\n<!-- results: begin -->\nold\n<!-- results: end -->\nb\n")
     (papers / "words" / "tiny.md").write_text("Words of ours.\n")
     main(papers, papers)
     text = (papers / "docs" / "results.md").read_text()
     assert "All 6 runs. **Reduced: scale smoke.**" in text and "Words of ours." in text
     assert "rounds 1 instead of 100" in text and "Runs left" not in text
     assert (papers / "docs" / "pictures" / "results-tiny.png").stat().st_size > 1000
-    assert "| FedProto |" in (papers / "README.md").read_text() and "old" not in (papers / "README.md").read_text()
+    assert "| FedProto |" in readme.read_text() and "| 96.53 |" in own.read_text()
+    assert "old" not in readme.read_text() + own.read_text()
 
 
 def test_every_run_is_recorded_when_it_ends(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
