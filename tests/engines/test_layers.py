@@ -219,7 +219,7 @@ PRODUCTS: list[tuple[int, int, Any, dict[str, Any]]] = [
     (3, 4, 7, {"stride": 2, "padding": 3}),
     (5, 3, (3, 2), {"stride": (2, 1), "padding": (1, 0)}),
     (5, 3, 3, {"padding": 1}),
-    (3, 4, 3, {"padding": "same", "dilation": (2, 1)}),
+    (3, 4, 3, {"padding": "same", "dilation": (2, 3)}),
     (2, 3, 1, {"padding": 2}),
 ]
 
