@@ -58,6 +58,17 @@ def test_both_parts_are_scored_as_in_the_loop(
     assert (areas[0] is not None) == (classes == 2)
 
 
+@pytest.mark.parametrize("classes", [2, 4])
+def test_a_cohort_without_samples_of_either_part_is_scored_as_in_the_loop(classes: int) -> None:
+    people = uneven("fedproto", classes, models=(support.Wide,))
+    people.data.update(
+        {client: replace(own, test=own.test[:0], validation=own.validation[:0]) for client, own in people.data.items()}
+    )
+    expected, actual = (engine(people).evaluate(people.clients, 1) for engine in (SequentialEngine, VectorizedEngine))
+    assert actual == expected
+    assert ("auc" in actual[0].further["test"]["prototypes"]) == (classes == 2)
+
+
 def test_an_evaluation_is_one_pass_of_each_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two architectures; the first's clients have 3 + 5 and 6 + 0 samples, the other's 0 + 4 and none: 6 + 5, 0 + 4."""
     engine = VectorizedEngine(uneven("standalone"))
