@@ -130,7 +130,7 @@ class Result:
         """What a client predicts for one image or many, by the method's own rule: classes, names, probabilities.
 
         Images are raw (`uint8` arrays in any of the usual layouts, PIL pictures, lists of these), or floats that are
-        normalised as the dataset's batches are.
+        normalised as the dataset's batches are; rows of a table are a frame with its columns.
         """
         dataset = self.population.dataset
         with torch.no_grad():

@@ -81,6 +81,15 @@ class Constants(Settings):
             parts.append((as_texts(frame[category.column])[:, None] == levels) & seen)
         return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32))
 
+    def samples_of(self, rows: pd.DataFrame, what: str) -> Tensor:
+        """The same of rows that come after training; other columns, the label's for instance, are not used."""
+        rows = rows.rename(columns=str)
+        _check_rows(self, rows, what, "the model needs")
+        for each in self.numbers:
+            if np.isinf(as_numbers(rows[each.column])).any():
+                raise InputError(f"column '{each.column}' of {what} has infinite values: replace them.")
+        return self.samples(rows)
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
@@ -105,6 +114,13 @@ class Table:
 
     def samples(self) -> Tensor:
         return self.constants.samples(self.frame)
+
+    @staticmethod
+    def without_rows(constants: Constants) -> Table:
+        """A table that only says how rows are prepared."""
+        import pandas as pd  # here and below, because only tables need it
+
+        return Table(pd.DataFrame(columns=constants.columns), constants, agreed=True)
 
 
 def from_frame(
@@ -200,7 +216,7 @@ def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:
 
 def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
     """The levels as texts; a missing one is empty."""
-    import pandas as pd  # here and below, because only tables need it
+    import pandas as pd
 
     return np.array(["" if pd.isna(value) else str(value) for value in column], dtype=object)
 
@@ -277,18 +293,24 @@ def _fit_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[Number, .
 
 
 def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> None:
-    from pandas.api.types import is_numeric_dtype
-
     if constants.label != label:
         raise InputError(f"label is '{label}', but the agreed constants are for '{constants.label}'.")
-    missing = [column for column in constants.columns if column not in frame.columns]
-    if missing:
-        raise InputError(f"'{name}' lacks the column '{missing[0]}', which the agreed constants name: add it.")
+    _check_rows(constants, frame, f"'{name}'", "the agreed constants name")
     unknown = [each for each in classes if each not in constants.classes]
     if unknown:
         raise InputError(
             f"'{name}' has the class '{unknown[0]}', but the agreed constants only know {', '.join(constants.classes)}."
         )
+
+
+def _check_rows(constants: Constants, frame: pd.DataFrame, what: str, who: str) -> None:
+    """Check that rows have the columns that are needed, with numbers where these are."""
+    from pandas.api.types import is_numeric_dtype
+
+    missing = [column for column in constants.columns if column not in frame.columns]
+    if missing:
+        raise InputError(f"{what} lacks the column '{missing[0]}', which {who}: add it.")
     for each in constants.numbers:
-        if not is_numeric_dtype(frame[each.column]):
-            raise InputError(f"column '{each.column}' of '{name}' must hold numbers, as the agreed constants say.")
+        values = frame[each.column]
+        if not is_numeric_dtype(values) and not values.isna().all():
+            raise InputError(f"column '{each.column}' of {what} has texts, but {who} numbers there: replace them.")
