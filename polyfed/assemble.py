@@ -133,6 +133,8 @@ def gathered(
 
 def deal(config: Experiment, dataset: Dataset) -> list[ClientData]:
     """Which samples each client of an experiment owns."""
+    if dataset.classes < 2:
+        raise InputError(f"'{dataset.name}' has a single class: a classifier needs 2 or more to tell apart.")
     return partition(
         dataset,
         config.partition,

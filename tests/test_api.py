@@ -53,6 +53,13 @@ def test_a_client_that_does_not_exist_is_named(arrays: polyfed.Dataset) -> None:
     assert not result.model(0).training
 
 
+@pytest.mark.parametrize("partition", ["shares", "iid"])
+def test_a_single_class_is_nothing_to_learn(arrays: polyfed.Dataset, partition: str) -> None:
+    data = (arrays.images, arrays.labels * 0)
+    with pytest.raises(polyfed.InputError, match="'arrays' has a single class: a classifier needs 2 or more"):
+        polyfed.run("standalone", data=data, models=support.Wide, clients=2, partition=partition, classes_per_client=1)
+
+
 def test_a_temporary_folder_lives_as_long_as_the_result(arrays: polyfed.Dataset) -> None:
     result = polyfed.run("standalone", data=arrays, models=support.Wide, clients=2, rounds=1, device="cpu")
     path = result.folder.path
