@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.data.dataset import Dataset
-from polyfed.data.labels import count_classes, no_regression, numbered
+from polyfed.data.labels import check_complete, count_classes, no_regression, numbered
 from polyfed.data.mapped import ROWS, in_pieces, mapped_tensor
 from polyfed.data.natural import with_clients
 from polyfed.errors import InputError, unknown_name
@@ -275,6 +275,7 @@ def _not_finite(piece: Tensor) -> list[list[int]]:
 
 def _labels(y: Array, name: str) -> Tensor:
     """Labels as `int64` [n]; a column [n, 1] and floats that are whole numbers are accepted too."""
+    check_complete(y, name)
     tensor = _tensor(y, "labels", name)
     if tensor.ndim == 2 and tensor.shape[1] == 1:
         tensor = tensor.squeeze(1)
