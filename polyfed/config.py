@@ -321,7 +321,8 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
                 *(f"{group}.{name}" for group in GROUPS for name in GROUPS[group].model_fields),
             ]
         problem = unknown_name("setting", path[-1], known)
-        return InputError(str(problem).replace(f"'{path[-1]}'", f"'{name}'", 1))
+        setting, of, whose = name.partition(" of ")
+        return InputError(str(problem).replace(f"'{path[-1]}'", f"'{setting}'{of}{whose}", 1))
     if first["type"] == "missing":
         return InputError(f"{name} is missing.")
     return InputError(f"{name} is {first['input']!r}, but {allowed(model, path, first['msg'])}.")

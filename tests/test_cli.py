@@ -29,6 +29,11 @@ SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", 
     [
         (("fedprot",), "unknown method 'fedprot': did you mean 'fedproto'?"),
         (("standalone", "--models", "cnn9"), "unknown network 'cnn9': did you mean 'cnn"),
+        (
+            ("standalone", "--models", "mine.Net"),
+            "unknown network 'mine.Net'.*; one of your own is package.module:name",
+        ),
+        (("fedproto", "--set", "method.wait=1"), "unknown setting 'method.wait' of fedproto: did you mean 'weight'"),
         (("standalone", "--models", "tests.support:Norrow"), "did you mean 'Narrow'"),
         (("standalone", "--models", "no.such.module:Net"), "can't be imported"),
         (("standalone", "--data", "digit"), "unknown dataset 'digit': did you mean 'digits'?"),
@@ -319,7 +324,7 @@ def test_help_is_plain_text_of_80_columns(
     text = shell(*command, "--help").output
     assert max(map(len, text.splitlines())) <= 80
     assert not set("│╭─╰") & set(text)
-    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "").replace("FILE.yaml}...", "")
+    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "").replace("FILE.yaml...", "")
 
 
 @pytest.mark.parametrize(
@@ -347,8 +352,8 @@ def test_help_has_no_escapes(shell: Shell, command: tuple[str, ...], words: str)
     ],
 )
 def test_help_describes_arguments(shell: Shell, command: tuple[str, ...], words: str) -> None:
-    """With Click 8.5, some versions of Typer lose these words."""
-    assert words in " ".join(shell(*command, "--help").output.split())
+    """With Click 8.5, some versions of Typer lose these words, and others say them twice."""
+    assert " ".join(shell(*command, "--help").output.split()).count(words) == 1
 
 
 def test_help_describes_every_option(shell: Shell) -> None:

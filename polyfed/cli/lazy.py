@@ -57,6 +57,9 @@ class PlainCommand(TyperCommand):
                 parameter.help = told[0]
         return super().get_help(ctx).replace("\\[", "[")
 
+    def format_arguments(self, ctx: Any, formatter: Any) -> None:
+        """Newer versions of Click list the arguments here; Typer lists them too, with the options."""
+
 
 class Commands(TyperGroup):
     """The group of all commands. Each is a stand-in with a name and a help text until it is called."""
