@@ -325,4 +325,10 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
         return InputError(str(problem).replace(f"'{path[-1]}'", f"'{setting}'{of}{whose}", 1))
     if first["type"] == "missing":
         return InputError(f"{name} is missing.")
-    return InputError(f"{name} is {first['input']!r}, but {allowed(model, path, first['msg'])}.")
+    return InputError(f"{name} is {_shown(first['input'])}, but {allowed(model, path, first['msg'])}.")
+
+
+def _shown(value: object) -> str:
+    """A value in a message; one that takes more than a line, such as an array, only by its type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a value of type {type(value).__name__}"

@@ -244,6 +244,8 @@ def watched(watcher: Watcher | None, progress: bool | None) -> Iterator[Watcher]
     """
     if watcher is not None and progress:
         raise InputError("a run has a watcher and progress=True: give one of them.")
+    if watcher is not None and not isinstance(watcher, Watcher):
+        raise InputError(f"the watcher is a value of type {type(watcher).__name__}: give a polyfed.Watcher.")
     console = plain_console(stderr=True)
     kind: QuietProgress | None = None
     if watcher is None and progress is not False:

@@ -50,6 +50,11 @@ def test_a_watcher_is_told_instead_of_a_bar() -> None:
         assert told is mine
     with pytest.raises(polyfed.InputError, match="watcher and progress=True: give one"), watched(mine, True):
         pass
+    with (
+        pytest.raises(polyfed.InputError, match="the watcher is a value of type function: give a polyfed.Watcher"),
+        watched(lambda row: None, None),  # type: ignore[arg-type]
+    ):
+        pass
 
 
 Shown = list[tuple[str, dict[str, str]]]
