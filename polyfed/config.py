@@ -55,13 +55,17 @@ class Experiment(Settings):
     """Everything that determines a run's numbers, and a few settings that do not."""
 
     method: dict[str, Any] = Field(description="name and options of the method")
-    data: str = Field("digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH")
+    data: str = Field(
+        "digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH; hf:NAME from the hub"
+    )
     label: str | None = Field(None, min_length=1, description="the column that holds the classes, in data with columns")
     client: str | None = Field(None, min_length=1, description="the column that says whose a sample is")
     image: str | None = Field(None, min_length=1, description="the column that holds the samples; none: it is found")
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
     partition: Partition = Field(
-        "shares", description="how samples are distributed among clients; natural, if the data say whose they are"
+        "shares",
+        description="how samples are distributed among clients; natural, if the data say whose they are; given: lists "
+        "of indices, from Python only",
     )
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
     alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")

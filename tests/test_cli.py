@@ -365,7 +365,7 @@ def test_help_describes_every_option(shell: Shell) -> None:
     ):  # fmt: skip
         assert f"--{option}" in ended.output
     words = " ".join(ended.output.replace("│", " ").split())
-    assert "whose they are; one of shares, pathological, dirichlet, iid, natural, given (default: shares)" in words
+    assert "from Python only; one of shares, pathological, dirichlet, iid, natural, given (default: shares)" in words
     assert "clients in the federation; with natural, as many as the data have (default: 10)" in words
 
 

@@ -110,9 +110,7 @@ def as_space(search: Mapping[str, Any], sampler: Sampler) -> Space:
         elif isinstance(domain, Choices | Range):
             space[name] = domain
         else:
-            raise InputError(
-                f"search has {domain!r} for {name}: give a list of values, or a range such as '0.1..1'."
-            )
+            raise InputError(f"search has {domain!r} for {name}: give a list of values, or a range such as '0.1..1'.")
     return space
 
 
