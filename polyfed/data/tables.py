@@ -8,6 +8,7 @@ from a file that the sites of a real federation have agreed on (`Constants`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 MOST_LEVELS = 100
 """A column of texts with more different values than this is a name or a number of a case, not a category."""
+
+FEW_LEVELS = 20
+"""A column of texts with fewer different values may be one of codes that look like numbers."""
+COMMA = re.compile(r"\s*[-+]?[\d.,]*\d\s*")
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 class Number(Settings):
@@ -253,6 +259,7 @@ def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:
 
 def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> Constants:
     """Which columns are numbers and which are categories, still without values that depend on samples."""
+    from pandas import CategoricalDtype
     from pandas.api import types
 
     numbers, categories = [], []
@@ -268,6 +275,8 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
         if types.is_datetime64_any_dtype(values) or types.is_timedelta64_dtype(values):
             raise InputError(f"column '{column}' of '{name}' has dates: make numbers of them, or drop={column}.")
         levels = sorted({*as_texts(values)} - {""})
+        if not isinstance(values.dtype, CategoricalDtype):  # there the user has said what it is
+            _check_no_numbers(levels, column, name)
         if len(levels) > MOST_LEVELS:
             raise InputError(
                 f"column '{column}' of '{name}' has {len(levels)} different texts, too many for a category (at most "
@@ -277,6 +286,22 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
     if not numbers and not categories:
         raise InputError(f"'{name}' has no column besides its label: give at least one.")
     return Constants(label=label, classes=classes, numbers=tuple(numbers), categories=tuple(categories))
+
+
+def _check_no_numbers(levels: Sequence[str], column: str, name: str) -> None:
+    """Raise if a column of texts is one of numbers that were not recognised, which must not become categories."""
+    if any("," in level for level in levels) and all(COMMA.fullmatch(level) for level in levels):
+        example = next(level for level in levels if "," in level)
+        raise InputError(
+            f"column '{column}' of '{name}' has numbers with commas, such as '{example}': write them with points "
+            f"(pandas.read_csv(path, decimal=',') reads decimal commas)."
+        )
+    odd = [level for level in levels if not NUMBER.fullmatch(level)]
+    if odd and len(levels) >= FEW_LEVELS and 10 * len(odd) <= len(levels):
+        raise InputError(
+            f"column '{column}' of '{name}' has {len(levels) - len(odd)} different numbers, but also texts such as "
+            f"'{odd[0]}': leave fields empty where a number is missing, or leave the column out (drop={column})."
+        )
 
 
 def _fit_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[Number, ...]:
