@@ -47,8 +47,10 @@ from polyfed.models.libraries import FromLibrary
 from polyfed.population import Population
 from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
+from polyfed.seeds import restored
 
 
+@restored()  # the first networks, from which sizes are taken, are drawn from whatever the user's generators give
 def assemble(config: Experiment, data: Dataset | None = None, models: Models | None = None) -> Population:
     """The clients of an experiment; `data` and `models` replace what its config only names."""
     device = find_device(config.device)

@@ -78,6 +78,17 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(arrays: po
     assert losses(0) == losses(0) != losses(1)
 
 
+def test_a_run_leaves_the_global_generators_alone(arrays: polyfed.Dataset) -> None:
+    def drawn(go: bool) -> tuple[float, float]:
+        torch.manual_seed(1)
+        np.random.seed(1)
+        if go:
+            polyfed.run("fedproto", data=arrays, models=[support.Wide, support.Normed], clients=2, rounds=1).model(1)
+        return float(torch.rand(1)), float(np.random.rand())
+
+    assert drawn(True) == drawn(False)
+
+
 def test_instances_start_from_their_own_weights(arrays: polyfed.Dataset) -> None:
     """A ready network is copied, so that the caller's stays as it is."""
     network = support.Wide(arrays.input_shape, arrays.classes)
