@@ -249,8 +249,8 @@ def _check_floats(tensor: Tensor, name: str) -> None:
         first = [start + wrong[0][0], *wrong[0][1:]]
         what = "NaN" if bool(torch.isnan(tensor[tuple(first)])) else "infinite"
         raise InputError(
-            f"dataset '{name}' has {len(wrong)} value(s) that are not finite numbers, the first (a value that is "
-            f"{what}) at index {first}: replace such values, or leave these samples out."
+            f"dataset '{name}' has values that are not finite numbers, {len(wrong)} in all, the first (a value that "
+            f"is {what}) at index {first}: replace such values, or leave these samples out."
         )
     low, high = float(tensor.min()), float(tensor.max())
     images = tensor.ndim == 4 and bool({1, 3, 4} & {tensor.shape[1], tensor.shape[3]})

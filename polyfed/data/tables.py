@@ -23,7 +23,7 @@ from torch import Tensor
 from polyfed.data.dataset import Dataset
 from polyfed.data.labels import MANY, no_regression
 from polyfed.data.natural import with_clients
-from polyfed.errors import InputError
+from polyfed.errors import InputError, counted
 from polyfed.settings import Settings
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ..
     missing = np.flatnonzero(values.isna().to_numpy())
     if len(missing):
         raise InputError(
-            f"the label '{values.name}' of '{name}' is missing in {len(missing)} row(s), the first at {missing[0]}: "
-            f"fill these in, or leave the rows out."
+            f"the label '{values.name}' of '{name}' is missing in {counted(len(missing), 'row')}, the first at "
+            f"{missing[0]}: fill these in, or leave the rows out."
         )
     if values.dtype.kind == "f":
         fractions = np.flatnonzero((values != values.round()).to_numpy())
