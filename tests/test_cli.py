@@ -126,6 +126,7 @@ def test_quiet_prints_only_the_folder(shell: Shell) -> None:
     assert "'here' already holds a run; continue it with `polyfed resume here --trust`" in again.error
     assert shell("resume", "here", "--quiet") == Ended(0, "here\n", "")
     assert shell("resume", "here").output.startswith("This run is already finished.")
+    assert shell("resume", "here", "--from", "1").output == ""
     folder = shell("run", "here")
     assert folder.status == 2
     assert "`polyfed run here/config.yaml`" in folder.error

@@ -84,6 +84,9 @@ def tune(
             )
     for each in found:
         out_console.print(str(each.file), soft_wrap=True)
+    if len(found) > 1 and not quiet:
+        best = Path(out) / "best.yaml"
+        out_console.print(f"`polyfed compare {best} --seeds 0-4 --out FOLDER` compares them.", soft_wrap=True)
 
 
 def _stopped(out: str) -> str:

@@ -67,6 +67,10 @@ def test_the_command_shows_trials_and_notes_but_no_rounds(
     assert (ended.status, ended.error) == (0, "note: slow today\n")
     assert ended.output.startswith("standalone 1  validation ")
     assert "round 1" not in ended.output
+    both = shell("tune", "standalone", "fedproto", *search, *given)
+    assert both.output.endswith(
+        f"`polyfed compare {tmp_path}/search/best.yaml --seeds 0-4 --out FOLDER` compares them.\n"
+    )
 
 
 def test_a_value_is_the_mean_validation_accuracy_over_the_seeds(tmp_path: Path) -> None:
