@@ -34,7 +34,7 @@ from polyfed.resuming import (
     check_trusted,
     enough_memory,
     explained,
-    given_data,
+    given_parts,
     located,
     record_start,
 )
@@ -130,7 +130,7 @@ class Result:
         """What a client predicts for one image or many, by the method's own rule: classes, names, probabilities.
 
         Images are raw (`uint8` arrays in any of the usual layouts, PIL pictures, lists of these), or floats that are
-        normalised as the dataset's batches are.
+        normalised as the dataset's batches are; rows of a table are a frame with its columns.
         """
         dataset = self.population.dataset
         with torch.no_grad():
@@ -261,7 +261,7 @@ def _resume(
         check_trusted(config, folder.path / "config.yaml", trust=trust, given=given)
         with enough_memory("the experiment"), trusting(trust, typed):
             here = located(config, folder.began_in)
-            return assemble(here, given_data(here, data, partition), models)
+            return assemble(here, given_parts(here, data, partition), models)
 
     longer = rounds is not None and folder.finished and rounds > before.rounds
     if folder.finished and not longer:

@@ -47,8 +47,10 @@ from polyfed.models.libraries import FromLibrary
 from polyfed.population import Population
 from polyfed.profile import check_common, network_profile
 from polyfed.rehearsal import rehearse
+from polyfed.seeds import restored
 
 
+@restored()  # the first networks, from which sizes are taken, are drawn from whatever the user's generators give
 def assemble(config: Experiment, data: Dataset | None = None, models: Models | None = None) -> Population:
     """The clients of an experiment; `data` and `models` replace what its config only names."""
     device = find_device(config.device)
@@ -133,6 +135,8 @@ def gathered(
 
 def deal(config: Experiment, dataset: Dataset) -> list[ClientData]:
     """Which samples each client of an experiment owns."""
+    if dataset.classes < 2:
+        raise InputError(f"'{dataset.name}' has a single class: a classifier needs 2 or more to tell apart.")
     return partition(
         dataset,
         config.partition,

@@ -55,13 +55,17 @@ class Experiment(Settings):
     """Everything that determines a run's numbers, and a few settings that do not."""
 
     method: dict[str, Any] = Field(description="name and options of the method")
-    data: str = Field("digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH")
+    data: str = Field(
+        "digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH; hf:NAME from the hub"
+    )
     label: str | None = Field(None, min_length=1, description="the column that holds the classes, in data with columns")
     client: str | None = Field(None, min_length=1, description="the column that says whose a sample is")
     image: str | None = Field(None, min_length=1, description="the column that holds the samples; none: it is found")
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
     partition: Partition = Field(
-        "shares", description="how samples are distributed among clients; natural, if the data say whose they are"
+        "shares",
+        description="how samples are distributed among clients; natural, if the data say whose they are; given: lists "
+        "of indices, from Python only",
     )
     classes_per_client: int = Field(2, ge=1, description="classes of each client (shares, pathological)")
     alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition; small is uneven")
@@ -321,7 +325,14 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
                 *(f"{group}.{name}" for group in GROUPS for name in GROUPS[group].model_fields),
             ]
         problem = unknown_name("setting", path[-1], known)
-        return InputError(str(problem).replace(f"'{path[-1]}'", f"'{name}'", 1))
+        setting, of, whose = name.partition(" of ")
+        return InputError(str(problem).replace(f"'{path[-1]}'", f"'{setting}'{of}{whose}", 1))
     if first["type"] == "missing":
         return InputError(f"{name} is missing.")
-    return InputError(f"{name} is {first['input']!r}, but {allowed(model, path, first['msg'])}.")
+    return InputError(f"{name} is {_shown(first['input'])}, but {allowed(model, path, first['msg'])}.")
+
+
+def _shown(value: object) -> str:
+    """A value in a message; one that takes more than a line, such as an array, only by its type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a value of type {type(value).__name__}"

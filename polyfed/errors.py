@@ -64,6 +64,14 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} '{name}'{hint} {', '.join(names)}.")
 
 
+def counted(number: int, thing: str) -> str:
+    """
+    >>> counted(1, "sample"), counted(2, "sample"), counted(0, "class")
+    ('1 sample', '2 samples', '0 classes')
+    """
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}{'es' if thing.endswith('s') else 's'}"
+
+
 def listed(names: Sequence[str]) -> str:
     """
     >>> listed(["amber"]), listed(["amber", "birch"]), listed(["amber", "birch", "cedar"])

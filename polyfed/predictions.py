@@ -51,7 +51,13 @@ def as_input(x: Any, dataset: Dataset) -> Tensor:
 
 
 def as_batch(x: Any, dataset: Dataset) -> Tensor:
-    """The same before normalisation: `uint8` images [images, channels, height, width], or a batch of floats."""
+    """The same before normalisation: `uint8` images [images, channels, height, width], or a batch of floats.
+
+    Rows of a table, as a frame with its columns, become the floats that they would have been in training.
+    """
+    if dataset.table is not None and hasattr(x, "columns"):
+        samples: Tensor = dataset.table.constants.samples_of(x, "the frame")
+        return samples
     tensor = _tensor(x)
     shape = dataset.input_shape
     if dataset.vocabulary is not None:

@@ -87,21 +87,24 @@ def located(config: Experiment, began_in: Path) -> Experiment:
     return config.model_copy(update=changes)
 
 
-def given_data(config: Experiment, data: Any, partition: Any) -> Dataset | None:
-    """The data of a run that continues, as far as they came from Python; None: they are named."""
+def given_parts(config: Experiment, data: Any, partition: Any) -> Dataset | None:
+    """The data of a run that continues, with who owns what, as far as they came from Python; None: they are named."""
     if (config.partition == "given") != (partition is not None):
         raise InputError(
             "the partition came from Python; pass it again: polyfed.resume(run, partition=…)."
             if partition is None
             else f"the run has the partition {config.partition}, so none can be passed: leave it out."
         )
-    if data is not None:
-        data = as_data(data, config.model_dump())
-        if isinstance(data, str):
-            raise InputError(f"data is '{data}', but the run names its data itself: leave data out.")
-    if partition is None:
-        return data  # type: ignore[no-any-return]
-    return with_given(data or named_data(config), partition, config.seed)
+    dataset = None if data is None else given_data(config, data)
+    return dataset if partition is None else with_given(dataset or named_data(config), partition, config.seed)
+
+
+def given_data(config: Experiment, data: Any) -> Dataset:
+    """The data of a run that came from Python, passed again."""
+    dataset = as_data(data, config.model_dump())
+    if isinstance(dataset, str):
+        raise InputError(f"data is '{dataset}', but the run names its data itself: leave data out.")
+    return dataset
 
 
 def record_start(

@@ -62,6 +62,13 @@ def watched() -> Iterator[Callable[[], bool]]:
         yield lambda: _global_states() != before
 
 
+@contextmanager
+def restored() -> Iterator[None]:
+    """Restore the global generators of torch (on the CPU), Python and numpy after the block."""
+    with torch.random.fork_rng(devices=[]), others_restored():
+        yield
+
+
 def _global_states() -> tuple[object, ...]:
     """The states of torch's (on the CPU), Python's and numpy's global generators, to compare."""
     numpy = np.random.get_state(legacy=False)

@@ -53,6 +53,13 @@ def test_a_client_that_does_not_exist_is_named(arrays: polyfed.Dataset) -> None:
     assert not result.model(0).training
 
 
+@pytest.mark.parametrize("partition", ["shares", "iid"])
+def test_a_single_class_is_nothing_to_learn(arrays: polyfed.Dataset, partition: str) -> None:
+    data = (arrays.images, arrays.labels * 0)
+    with pytest.raises(polyfed.InputError, match="'arrays' has a single class: a classifier needs 2 or more"):
+        polyfed.run("standalone", data=data, models=support.Wide, clients=2, partition=partition, classes_per_client=1)
+
+
 def test_a_temporary_folder_lives_as_long_as_the_result(arrays: polyfed.Dataset) -> None:
     result = polyfed.run("standalone", data=arrays, models=support.Wide, clients=2, rounds=1, device="cpu")
     path = result.folder.path
@@ -69,6 +76,17 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(arrays: po
         return result.rounds.loss_mean.tolist()
 
     assert losses(0) == losses(0) != losses(1)
+
+
+def test_a_run_leaves_the_global_generators_alone(arrays: polyfed.Dataset) -> None:
+    def drawn(go: bool) -> tuple[float, float]:
+        torch.manual_seed(1)
+        np.random.seed(1)
+        if go:
+            polyfed.run("fedproto", data=arrays, models=[support.Wide, support.Normed], clients=2, rounds=1).model(1)
+        return float(torch.rand(1)), float(np.random.rand())
+
+    assert drawn(True) == drawn(False)
 
 
 def test_instances_start_from_their_own_weights(arrays: polyfed.Dataset) -> None:

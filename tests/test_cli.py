@@ -29,6 +29,11 @@ SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", 
     [
         (("fedprot",), "unknown method 'fedprot': did you mean 'fedproto'?"),
         (("standalone", "--models", "cnn9"), "unknown network 'cnn9': did you mean 'cnn"),
+        (
+            ("standalone", "--models", "mine.Net"),
+            "unknown network 'mine.Net'.*; one of your own is package.module:name",
+        ),
+        (("fedproto", "--set", "method.wait=1"), "unknown setting 'method.wait' of fedproto: did you mean 'weight'"),
         (("standalone", "--models", "tests.support:Norrow"), "did you mean 'Narrow'"),
         (("standalone", "--models", "no.such.module:Net"), "can't be imported"),
         (("standalone", "--data", "digit"), "unknown dataset 'digit': did you mean 'digits'?"),
@@ -121,6 +126,7 @@ def test_quiet_prints_only_the_folder(shell: Shell) -> None:
     assert "'here' already holds a run; continue it with `polyfed resume here --trust`" in again.error
     assert shell("resume", "here", "--quiet") == Ended(0, "here\n", "")
     assert shell("resume", "here").output.startswith("This run is already finished.")
+    assert shell("resume", "here", "--from", "1").output == ""
     folder = shell("run", "here")
     assert folder.status == 2
     assert "`polyfed run here/config.yaml`" in folder.error
@@ -319,7 +325,7 @@ def test_help_is_plain_text_of_80_columns(
     text = shell(*command, "--help").output
     assert max(map(len, text.splitlines())) <= 80
     assert not set("│╭─╰") & set(text)
-    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "").replace("FILE.yaml}...", "")
+    assert "<bool>" not in text and "..." not in text.replace("[ARGS]...", "").replace("FILE.yaml...", "")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +366,7 @@ def test_help_describes_every_option(shell: Shell) -> None:
     ):  # fmt: skip
         assert f"--{option}" in ended.output
     words = " ".join(ended.output.replace("│", " ").split())
-    assert "whose they are; one of shares, pathological, dirichlet, iid, natural, given (default: shares)" in words
+    assert "from Python only; one of shares, pathological, dirichlet, iid, natural, given (default: shares)" in words
     assert "clients in the federation; with natural, as many as the data have (default: 10)" in words
 
 

@@ -117,7 +117,7 @@ def test_options_change_one_by_one_but_not_those_of_another_method() -> None:
         ({"epoch": 3}, "did you mean 'epochs'"),
         ({"momentum": 0.9}, "did you mean 'training.momentum'"),
         ({"training": {"momentun": 0.9}}, "unknown setting 'training.momentun': did you mean 'momentum'"),
-        ({"method": {"name": "fedproto", "wieght": 1}}, "'method.wieght of fedproto': did you mean 'weight'"),
+        ({"method": {"name": "fedproto", "wieght": 1}}, "'method.wieght' of fedproto: did you mean 'weight'"),
         ({"preset": "papers"}, "unknown preset 'papers': did you mean 'paper'"),
         ({"participation": 0}, "participation is 0, but must be a number greater than 0 and at most 1"),
         ({"rounds": 0}, "rounds is 0, but must be a whole number at least 1"),

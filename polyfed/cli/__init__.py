@@ -70,4 +70,4 @@ def _usage(error: Any) -> str:
     """What Typer says is wrong with a command line, in the voice of all other errors."""
     words = " ".join(error.format_message().split()).rstrip(".")
     command = error.ctx.command_path if getattr(error, "ctx", None) else "polyfed"
-    return f"{words[:1].lower()}{words[1:]}; `{command} --help` lists what there is."
+    return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} `{command} --help` lists what there is."

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def compare(
     methods: Annotated[
         list[str],
-        typer.Argument(metavar="METHOD|FILE.yaml", help="methods' names, or files with a method and its options"),
+        typer.Argument(metavar="METHOD|FILE.yaml...", help="methods' names, or files with a method and its options"),
     ],
     changes: dict[str, Any],
     out: Annotated[str, typer.Option(metavar="FOLDER", help="the comparison's folder; what is finished there stays")],

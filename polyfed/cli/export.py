@@ -41,7 +41,7 @@ def show_exported(card: ModelCard, out: Path) -> None:
 
 def predict(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="an exported model, or a run with --client")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="pictures, npz archives or CSV tables")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="pictures, npz archives or tables")],
     client: Annotated[str | None, _CLIENT] = None,
     resize: Annotated[bool, typer.Option("--resize", help="resize pictures to the size that the model needs")] = False,
     trust: Trust = False,

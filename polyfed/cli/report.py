@@ -11,7 +11,7 @@ from polyfed.errors import InputError
 
 
 def report(
-    folders: Annotated[list[str], typer.Argument(metavar="RUN|COMPARISON", help="folders of runs and comparisons")],
+    folders: Annotated[list[str], typer.Argument(metavar="RUN|COMPARISON...", help="folders of runs and comparisons")],
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="FILE", help="the page to write (default: report.html)")
     ] = None,

@@ -77,7 +77,8 @@ def resume(
     quiet: Quiet = False,
 ) -> None:
     """Continue an interrupted run. Or extend a finished one."""
-    if RunFolder.open(path).finished and rounds is None and not quiet:
+    only_read = RunFolder.open(path).finished and rounds is None and from_round is None and not settings
+    if only_read and not quiet:
         out_console.print("This run is already finished.")
     changes = parse_settings(settings or [])
     last = None if rounds is None else as_number("rounds", rounds)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from polyfed.cli.base import Quiet, Together, error_console, out_console, watch
+from polyfed.cli.base import Together, error_console, out_console, watch
 from polyfed.cli.options import experiment_options
 from polyfed.errors import InputError, unknown_name
 from polyfed.report import tables
@@ -45,8 +45,10 @@ def tune(
     ] = True,
     keep_runs: Annotated[bool, typer.Option("--keep-runs", help="keep the run folder of every trial")] = False,
     together: Together = None,
-    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="the search's folder")] = None,
-    quiet: Quiet = False,
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="the search's folder; what is finished there stays  [required]")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the files with the best settings")] = False,
 ) -> None:
     """Search for a method's best settings. By validation accuracy or another metric, as many trials for each."""
     from polyfed.comparison.compare import parse_seeds  # only this command and compare need statistics
@@ -82,6 +84,9 @@ def tune(
             )
     for each in found:
         out_console.print(str(each.file), soft_wrap=True)
+    if len(found) > 1 and not quiet:
+        best = Path(out) / "best.yaml"
+        out_console.print(f"`polyfed compare {best} --seeds 0-4 --out FOLDER` compares them.", soft_wrap=True)
 
 
 def _stopped(out: str) -> str:

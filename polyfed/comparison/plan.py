@@ -87,7 +87,7 @@ def plan(
     ['standalone-seed0', 'fedproto-method.weight=0.5-seed0', 'fedproto-method.weight=1-seed0']
     """
     if isinstance(methods, str):
-        raise InputError(f"methods is '{methods}', but must be a list, such as ['standalone', '{methods}'].")
+        raise InputError(f"methods is '{methods}', but must be a list, such as ['standalone', 'fedproto'].")
     entries = [entry for method in methods for entry in _entries(method)]
     _check_unrepeated("method", [entry.label for entry in entries])
     if not entries:
@@ -202,6 +202,8 @@ def _check_unrepeated(what: str, names: Sequence[Any]) -> None:
 
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise unless there are seeds, each of them once."""
+    if not isinstance(seeds, Sequence):
+        raise InputError(f"seeds is {seeds!r}, but must be a list such as [0, 1, 2], or text such as '0-2'.")
     if not seeds:
         raise InputError("there is no seed: give at least one, such as --seeds 0-4.")
     for seed in seeds:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.data.dataset import Dataset
-from polyfed.data.labels import count_classes, no_regression, numbered
+from polyfed.data.labels import check_complete, count_classes, no_regression, numbered
 from polyfed.data.mapped import ROWS, in_pieces, mapped_tensor
 from polyfed.data.natural import with_clients
 from polyfed.errors import InputError, unknown_name
@@ -249,8 +249,8 @@ def _check_floats(tensor: Tensor, name: str) -> None:
         first = [start + wrong[0][0], *wrong[0][1:]]
         what = "NaN" if bool(torch.isnan(tensor[tuple(first)])) else "infinite"
         raise InputError(
-            f"dataset '{name}' has {len(wrong)} value(s) that are not finite numbers, the first (a value that is "
-            f"{what}) at index {first}: replace such values, or leave these samples out."
+            f"dataset '{name}' has values that are not finite numbers, {len(wrong)} in all, the first (a value that "
+            f"is {what}) at index {first}: replace such values, or leave these samples out."
         )
     low, high = float(tensor.min()), float(tensor.max())
     images = tensor.ndim == 4 and bool({1, 3, 4} & {tensor.shape[1], tensor.shape[3]})
@@ -275,6 +275,7 @@ def _not_finite(piece: Tensor) -> list[list[int]]:
 
 def _labels(y: Array, name: str) -> Tensor:
     """Labels as `int64` [n]; a column [n, 1] and floats that are whole numbers are accepted too."""
+    check_complete(y, name)
     tensor = _tensor(y, "labels", name)
     if tensor.ndim == 2 and tensor.shape[1] == 1:
         tensor = tensor.squeeze(1)

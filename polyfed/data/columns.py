@@ -74,6 +74,12 @@ def is_series(value: object) -> bool:
     return pandas is not None and isinstance(value, pandas.Series)
 
 
+def is_categorical(value: object) -> bool:
+    """Whether these are labels as pandas' `Categorical`."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.Categorical)
+
+
 def is_columnar(data: Any) -> bool:
     """Whether these are data in the manner of Hugging Face's datasets: named columns and a length."""
     return hasattr(data, "column_names") and hasattr(data, "features") and hasattr(data, "__len__")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from polyfed.errors import InputError
+from polyfed.errors import InputError, counted
 from polyfed.shapes import TokenShape
 
 
@@ -196,8 +196,8 @@ def _check_images(dataset: Dataset) -> None:
     channels = images.shape[1]
     if len(dataset.mean) != channels or len(dataset.std) != channels or min(dataset.std) <= 0:
         raise InputError(
-            f"dataset '{name}' has {channels} channel(s), mean {dataset.mean} and std {dataset.std}: give one mean "
-            f"and one positive std per channel."
+            f"dataset '{name}' has {counted(channels, 'channel')}, mean {dataset.mean} and std {dataset.std}: "
+            f"give one mean and one positive std per channel."
         )
 
 

@@ -22,7 +22,7 @@ from polyfed.data.files import one_line, read_picture
 from polyfed.data.natural import with_clients
 from polyfed.data.own import Address
 from polyfed.data.reading import read_many
-from polyfed.errors import InputError
+from polyfed.errors import InputError, counted
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".tif", ".tiff", ".webp")
 """Endings of files that are read as pictures."""
@@ -53,8 +53,8 @@ def read_folder(address: Address, least: int = 2) -> Dataset:
     names = sorted({picture.label for picture in pictures if not picture.test})
     if len(names) < least:
         raise InputError(
-            f"{folder} holds pictures of {len(names)} class(es), but a classifier needs {least} or more: put the "
-            f"pictures of each class into a folder of their own, {folder}/CLASS/PICTURE."
+            f"{folder} holds pictures of {counted(len(names), 'class')}, but a classifier needs {least} or "
+            f"more: put the pictures of each class into a folder of their own, {folder}/CLASS/PICTURE."
         )
     unknown = sorted({picture.label for picture in pictures} - set(names))
     if unknown:
@@ -95,8 +95,8 @@ def _of_one(folder: Path) -> list[Picture]:
     if len(tests) > 1 or len(parts) > 2:
         others = ", ".join(sorted(parts.keys() - {"train", tests[0]}))
         raise InputError(
-            f"{folder} has the folder(s) {others} beside train and {tests[0]}: move their pictures into one of these, "
-            f"because validation samples are chosen by the split."
+            f"{folder} has other folders ({others}) beside train and {tests[0]}: move their pictures into one "
+            f"of these, because validation samples are chosen by the split."
         )
     train, test = (_by_class({entry.name: entry for entry in _folders(parts[name])}) for name in ("train", tests[0]))
     return [*train, *(Picture(picture.path, picture.label, test=True) for picture in test)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.data.columns import Columns, class_names_of, is_columnar, is_frame, is_series
+from polyfed.data.columns import Columns, class_names_of, is_categorical, is_columnar, is_frame, is_series
 from polyfed.data.dataset import Dataset
 from polyfed.data.own import guess_address, no_columns
 from polyfed.data.samples import Samples, join_samples
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CLIENT = "client (polyfed)"
 """The column that is added to frames of several clients."""
+LABEL = "label (polyfed)"
+"""The column that is added to frames whose labels are given beside them."""
 
 
 def as_data(data: Any, settings: Mapping[str, Any]) -> str | Dataset:
@@ -54,7 +56,8 @@ def as_data(data: Any, settings: Mapping[str, Any]) -> str | Dataset:
 
 def _dataset(read: Samples | pd.DataFrame, columns: Columns) -> Dataset:
     if is_frame(read):
-        return from_frame(read, columns.label, name="frame", client=columns.client)
+        client = columns.client or (CLIENT if CLIENT in read else None)
+        return from_frame(read, _label(read, columns), name="frame", client=client)
     return read.dataset("arrays")
 
 
@@ -67,6 +70,8 @@ def _read(data: Any, columns: Columns) -> Samples | pd.DataFrame:
         return _from_dataset(data)
     if is_frame(data):
         return data
+    if isinstance(data, tuple) and len(data) in (2, 3, 4) and is_frame(data[0]):
+        return _with_labels(data, columns)
     if isinstance(data, tuple) and len(data) in (2, 3, 4) and all(_is_array(each) for each in data):
         columns.refuse("arrays")
         if len(data) == 3:
@@ -86,11 +91,35 @@ def _read(data: Any, columns: Columns) -> Samples | pd.DataFrame:
     return Samples(x, y, class_names=class_names_of(data, columns), client=owners)
 
 
+def _with_labels(data: tuple[Any, ...], columns: Columns) -> pd.DataFrame:
+    """A table from a frame of features and what belongs to it row by row: its labels, and perhaps its clients."""
+    columns.refuse("a frame with labels beside it")
+    if len(data) == 4:
+        raise _no_test()
+    added = dict(zip((LABEL, CLIENT), (np.asarray(each) for each in data[1:]), strict=False))
+    for what, values in added.items():
+        if values.shape != (len(data[0]),):
+            raise InputError(
+                f"the frame has {len(data[0])} rows, but what is given beside it as its {what.split()[0]} has the "
+                f"shape {values.shape}: give one value per row."
+            )
+    frame: pd.DataFrame = data[0].rename(columns=str)
+    return frame.assign(**added)
+
+
+def _label(frame: pd.DataFrame, columns: Columns) -> str | None:
+    return columns.label or (LABEL if LABEL in frame else None)
+
+
+def _no_test() -> InputError:
+    return InputError("a table with a test set of its own is given by polyfed.data.from_frame(train, label, test).")
+
+
 def _with_test(train: Samples | pd.DataFrame, test: Samples | pd.DataFrame | None = None) -> Samples | pd.DataFrame:
     if test is None or is_frame(train) or is_frame(test):
         if test is None:
             return train
-        raise InputError("a table with a test set of its own is given by polyfed.data.from_frame(train, label, test).")
+        raise _no_test()
     return replace(train, x_test=test.x, y_test=test.y, client_test=test.client)
 
 
@@ -115,6 +144,7 @@ def _clients(data: Any) -> dict[str, Any] | None:
     several = isinstance(first, Dataset | str | Path | torch.utils.data.Dataset)
     several = several or is_frame(first) or is_columnar(first)
     pairs = isinstance(first, tuple) and len(first) > 1 and all(_is_array(each) and np.ndim(each) for each in first)
+    pairs = pairs or (isinstance(first, tuple) and len(first) == 2 and is_frame(first[0]))
     # An image with a one-hot label is a pair of arrays too, but they do not have the same length.
     if several or (pairs and len(first[0]) == len(first[1])):
         return {str(number): part for number, part in enumerate(data)}
@@ -140,7 +170,7 @@ def _joined(parts: Mapping[str, Samples | pd.DataFrame], columns: Columns) -> Da
         import pandas as pd
 
         rows = pd.concat([frame.assign(**{CLIENT: name}) for name, frame in frames.items()], ignore_index=True)
-        return from_frame(rows, columns.label, name="clients", client=CLIENT)
+        return from_frame(rows, _label(rows, columns), name="clients", client=CLIENT)
     if frames:
         raise InputError("some clients' data are tables and others are not: give the same kind for each client.")
     return join_samples({name: part for name, part in parts.items() if isinstance(part, Samples)}).dataset("clients")
@@ -148,4 +178,4 @@ def _joined(parts: Mapping[str, Samples | pd.DataFrame], columns: Columns) -> Da
 
 def _is_array(value: Any) -> bool:
     listed = isinstance(value, list) and bool(value) and not isinstance(value[0], Mapping)
-    return listed or isinstance(value, np.ndarray | Tensor) or is_series(value)
+    return listed or isinstance(value, np.ndarray | Tensor) or is_series(value) or is_categorical(value)

@@ -91,6 +91,19 @@ def count_classes(labels: Tensor, name: str) -> int:
     return classes
 
 
+def check_complete(y: Any, name: str) -> None:
+    """Raise where a label is missing, in an array of objects: words or numbers, and None or NaN between them."""
+    array = as_array(y)
+    if array.dtype != object:
+        return
+    missing = [index for index, value in enumerate(array.flat) if value is None or value != value]
+    if missing:
+        raise InputError(
+            f"dataset '{name}' lacks {len(missing)} of its {len(array)} labels, the first at index {missing[0]}: fill "
+            f"them in, or leave these samples out."
+        )
+
+
 def no_regression(name: str, why: str) -> InputError:
     """The error for labels that are values to predict, not classes."""
     return InputError(

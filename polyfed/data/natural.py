@@ -16,7 +16,7 @@ from polyfed.data.given_test import deal_test_set
 from polyfed.data.labels import as_array, in_order
 from polyfed.data.owners import NOBODY
 from polyfed.data.splits import TEST, Integers, Ratio, divide
-from polyfed.errors import InputError
+from polyfed.errors import InputError, counted
 from polyfed.seeds import numpy_generator
 
 Given = Sequence[Any] | Callable[[Dataset, int], Sequence[Any]]
@@ -80,7 +80,9 @@ def with_given(dataset: Dataset, partition: Given | None, seed: int) -> Dataset:
         raise _no_lists(f"holds values that are no lists ({error})") from error
     owners = np.full(len(dataset), NOBODY, dtype=np.int64)
     for client, part in enumerate(parts):
-        if part.ndim != 1 or part.dtype.kind not in "iu" or len(part) == 0:
+        if part.size == 0:
+            raise _no_lists(f"gives client {client} no samples")
+        if part.ndim != 1 or part.dtype.kind not in "iu":
             raise _no_lists(f"gives client {client} a {part.dtype} array of shape {part.shape}")
         if part.min() < 0 or part.max() >= len(dataset):
             raise InputError(
@@ -140,8 +142,8 @@ def check_natural(dataset: Dataset, clients: int, least: int) -> None:
         smallest = int(sizes.argmin())
         name = dataset.client_names[smallest] if dataset.client_names else smallest
         raise InputError(
-            f"client {name} of '{dataset.name}' has {int(sizes.min())} sample(s) that are not for testing, fewer than "
-            f"{least}: give it more, leave it out of the data, or lower min_samples."
+            f"client {name} of '{dataset.name}' has only {counted(int(sizes.min()), 'sample')} not for testing, "
+            f"fewer than {least}: give it more, leave it out of the data, or lower min_samples."
         )
 
 

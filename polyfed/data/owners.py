@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.data.splits import Integers
-from polyfed.errors import InputError
+from polyfed.errors import InputError, counted
 
 NOBODY = -1
 """The owner of a sample that stays unused."""
@@ -168,8 +168,8 @@ def apportion(total: int, shares: NDArray[np.float64]) -> Integers:
 def too_few_samples(label: int, samples: int, owners: int) -> InputError:
     """The error for a class that cannot give each of its owners a sample."""
     return InputError(
-        f"class {label} has {samples} sample(s) for {owners} clients that should own some: use fewer clients or fewer "
-        f"classes per client."
+        f"class {label} has {counted(samples, 'sample')} for {owners} clients that should own some: use fewer "
+        f"clients or fewer classes per client."
     )
 
 

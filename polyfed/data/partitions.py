@@ -28,7 +28,7 @@ from polyfed.data.owners import (
     too_few_samples,
 )
 from polyfed.data.splits import OFFICIAL_SPLIT, SPLITS, TEST, TRAIN, VALIDATION, Integers, Ratio, divide, parse_split
-from polyfed.errors import InputError, unknown_name
+from polyfed.errors import InputError, counted, unknown_name
 from polyfed.seeds import numpy_generator
 
 __all__ = [
@@ -222,8 +222,8 @@ def _check_sizes(owners: Integers, clients: int, least: int) -> None:
     smallest = int(sizes.argmin())
     if sizes[smallest] < least:
         raise InputError(
-            f"client {smallest} of {clients} would own {sizes[smallest]} sample(s), fewer than {least}: use fewer "
-            f"clients, another seed or a smaller min_samples."
+            f"client {smallest} of {clients} would own {counted(int(sizes[smallest]), 'sample')}, fewer than "
+            f"{least}: use fewer clients, another seed or a smaller min_samples."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,8 @@ def read_table(address: Address, constants: Constants | None = None) -> Dataset:
     )
 
 
-def read_frame(path: Path) -> pd.DataFrame:
-    """The rows of a CSV or Parquet file."""
+def read_frame(path: Path, texts: Collection[str] = ()) -> pd.DataFrame:
+    """The rows of a CSV or Parquet file; these columns hold texts, even where all of them look like numbers."""
     import pandas as pd
 
     if not path.is_file():
@@ -49,7 +50,8 @@ def read_frame(path: Path) -> pd.DataFrame:
     try:
         if path.suffix.lower() == ".parquet":
             return pd.read_parquet(path)
-        frame = pd.read_csv(path, sep=_separator(path), na_values=MISSING, skipinitialspace=True)
+        kinds = dict.fromkeys(texts, str)
+        frame = pd.read_csv(path, sep=_separator(path), na_values=MISSING, skipinitialspace=True, dtype=kinds)
     except ImportError as error:
         raise InputError(f"to read {path}, install pyarrow (pip install pyarrow), or save the table as CSV.") from error
     except (OSError, ValueError, EOFError, pd.errors.ParserError) as error:

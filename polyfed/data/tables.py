@@ -8,6 +8,7 @@ from a file that the sites of a real federation have agreed on (`Constants`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from polyfed.data.dataset import Dataset
 from polyfed.data.labels import MANY, no_regression
 from polyfed.data.natural import with_clients
-from polyfed.errors import InputError
+from polyfed.errors import InputError, counted
 from polyfed.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 MOST_LEVELS = 100
 """A column of texts with more different values than this is a name or a number of a case, not a category."""
+
+FEW_LEVELS = 20
+"""A column of texts with fewer different values may be one of codes that look like numbers."""
+COMMA = re.compile(r"\s*[-+]?[\d.,]*\d\s*")
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 class Number(Settings):
@@ -81,6 +87,15 @@ class Constants(Settings):
             parts.append((as_texts(frame[category.column])[:, None] == levels) & seen)
         return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32))
 
+    def samples_of(self, rows: pd.DataFrame, what: str) -> Tensor:
+        """The same of rows that come after training; other columns, the label's for instance, are not used."""
+        rows = rows.rename(columns=str)
+        _check_rows(self, rows, what, "the model needs")
+        for each in self.numbers:
+            if np.isinf(as_numbers(rows[each.column])).any():
+                raise InputError(f"column '{each.column}' of {what} has infinite values: replace them.")
+        return self.samples(rows)
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
@@ -105,6 +120,13 @@ class Table:
 
     def samples(self) -> Tensor:
         return self.constants.samples(self.frame)
+
+    @staticmethod
+    def without_rows(constants: Constants) -> Table:
+        """A table that only says how rows are prepared."""
+        import pandas as pd  # here and below, because only tables need it
+
+        return Table(pd.DataFrame(columns=constants.columns), constants, agreed=True)
 
 
 def from_frame(
@@ -176,8 +198,8 @@ def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ..
     missing = np.flatnonzero(values.isna().to_numpy())
     if len(missing):
         raise InputError(
-            f"the label '{values.name}' of '{name}' is missing in {len(missing)} row(s), the first at {missing[0]}: "
-            f"fill these in, or leave the rows out."
+            f"the label '{values.name}' of '{name}' is missing in {counted(len(missing), 'row')}, the first at "
+            f"{missing[0]}: fill these in, or leave the rows out."
         )
     if values.dtype.kind == "f":
         fractions = np.flatnonzero((values != values.round()).to_numpy())
@@ -200,7 +222,7 @@ def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:
 
 def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
     """The levels as texts; a missing one is empty."""
-    import pandas as pd  # here and below, because only tables need it
+    import pandas as pd
 
     return np.array(["" if pd.isna(value) else str(value) for value in column], dtype=object)
 
@@ -237,6 +259,7 @@ def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:
 
 def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> Constants:
     """Which columns are numbers and which are categories, still without values that depend on samples."""
+    from pandas import CategoricalDtype
     from pandas.api import types
 
     numbers, categories = [], []
@@ -252,6 +275,8 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
         if types.is_datetime64_any_dtype(values) or types.is_timedelta64_dtype(values):
             raise InputError(f"column '{column}' of '{name}' has dates: make numbers of them, or drop={column}.")
         levels = sorted({*as_texts(values)} - {""})
+        if not isinstance(values.dtype, CategoricalDtype):  # there the user has said what it is
+            _check_no_numbers(levels, column, name)
         if len(levels) > MOST_LEVELS:
             raise InputError(
                 f"column '{column}' of '{name}' has {len(levels)} different texts, too many for a category (at most "
@@ -261,6 +286,22 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
     if not numbers and not categories:
         raise InputError(f"'{name}' has no column besides its label: give at least one.")
     return Constants(label=label, classes=classes, numbers=tuple(numbers), categories=tuple(categories))
+
+
+def _check_no_numbers(levels: Sequence[str], column: str, name: str) -> None:
+    """Raise if a column of texts is one of numbers that were not recognised, which must not become categories."""
+    if any("," in level for level in levels) and all(COMMA.fullmatch(level) for level in levels):
+        example = next(level for level in levels if "," in level)
+        raise InputError(
+            f"column '{column}' of '{name}' has numbers with commas, such as '{example}': write them with points "
+            f"(pandas.read_csv(path, decimal=',') reads decimal commas)."
+        )
+    odd = [level for level in levels if not NUMBER.fullmatch(level)]
+    if odd and len(levels) >= FEW_LEVELS and 10 * len(odd) <= len(levels):
+        raise InputError(
+            f"column '{column}' of '{name}' has {len(levels) - len(odd)} different numbers, but also texts such as "
+            f"'{odd[0]}': leave fields empty where a number is missing, or leave the column out (drop={column})."
+        )
 
 
 def _fit_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[Number, ...]:
@@ -277,18 +318,24 @@ def _fit_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[Number, .
 
 
 def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) -> None:
-    from pandas.api.types import is_numeric_dtype
-
     if constants.label != label:
         raise InputError(f"label is '{label}', but the agreed constants are for '{constants.label}'.")
-    missing = [column for column in constants.columns if column not in frame.columns]
-    if missing:
-        raise InputError(f"'{name}' lacks the column '{missing[0]}', which the agreed constants name: add it.")
+    _check_rows(constants, frame, f"'{name}'", "the agreed constants name")
     unknown = [each for each in classes if each not in constants.classes]
     if unknown:
         raise InputError(
             f"'{name}' has the class '{unknown[0]}', but the agreed constants only know {', '.join(constants.classes)}."
         )
+
+
+def _check_rows(constants: Constants, frame: pd.DataFrame, what: str, who: str) -> None:
+    """Check that rows have the columns that are needed, with numbers where these are."""
+    from pandas.api.types import is_numeric_dtype
+
+    missing = [column for column in constants.columns if column not in frame.columns]
+    if missing:
+        raise InputError(f"{what} lacks the column '{missing[0]}', which {who}: add it.")
     for each in constants.numbers:
-        if not is_numeric_dtype(frame[each.column]):
-            raise InputError(f"column '{each.column}' of '{name}' must hold numbers, as the agreed constants say.")
+        values = frame[each.column]
+        if not is_numeric_dtype(values) and not values.isna().all():
+            raise InputError(f"column '{each.column}' of {what} has texts, but {who} numbers there: replace them.")

@@ -24,7 +24,7 @@ from polyfed.deploy.checks import checked, checked_name, checked_place, located
 from polyfed.deploy.groups import described
 from polyfed.deploy.samples import agreed_samples, own_object
 from polyfed.deploy.terms import Terms, read_terms
-from polyfed.errors import InputError
+from polyfed.errors import InputError, counted
 from polyfed.message import State
 from polyfed.methods.base import Method
 from polyfed.models import Architecture, SplitNetwork, resolve
@@ -116,8 +116,8 @@ class Member:
         (found,) = partition(dataset, "iid", 1, split=own.split, seed=self.terms.config.seed, test_set=own.test_set)
         if parse_split(own.split).test and len(found.test) == 0:
             raise InputError(
-                f"'{dataset.name}' has {len(dataset)} sample(s), too few for the test part of split {own.split}: give "
-                "at least 2, or a split without that part, such as 1:0."
+                f"'{dataset.name}' has {counted(len(dataset), 'sample')}, too few for the test part of split "
+                f"{own.split}: give at least 2, or a split without that part, such as 1:0."
             )
         return found
 

@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError
 import polyfed
 from polyfed.addresses import PYTHON
 from polyfed.config import Experiment
-from polyfed.data import Dataset
+from polyfed.data import Constants, Dataset
+from polyfed.data.tables import Table
 from polyfed.errors import InputError
 from polyfed.models import Architecture
 from polyfed.models.catalogue import FromCatalogue
@@ -44,6 +45,8 @@ class Inputs(Settings):
     classes: int = Field(ge=1)
     class_names: tuple[str, ...] = ()
     """Empty: classes are called by their numbers."""
+    table: Constants | None = None
+    """How rows of a table become samples, if the run trained on one."""
 
     @staticmethod
     def of(dataset: Dataset) -> Inputs:
@@ -58,6 +61,7 @@ class Inputs(Settings):
             std=dataset.std,
             classes=dataset.classes,
             class_names=dataset.class_names,
+            table=None if dataset.table is None else dataset.table.constants,
         )
 
     def example(self) -> Dataset:
@@ -74,6 +78,7 @@ class Inputs(Settings):
             class_names=self.class_names,
             vocabulary=self.vocabulary,
             padding=self.padding,
+            table=None if self.table is None else Table.without_rows(self.table),
         )
 
     @property

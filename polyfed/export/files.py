@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from polyfed.data import Constants
 from polyfed.data.files import one_line, read_arrays
+from polyfed.data.table_files import read_frame
 from polyfed.errors import InputError
 from polyfed.export.card import Inputs
 from polyfed.predictions import as_batch
@@ -36,6 +38,8 @@ def read_samples(path: Path, inputs: Inputs, *, resize: bool = False) -> FileSam
         raise InputError(f"there is no file '{path}': give pictures, npz archives or CSV tables.")
     if path.suffix.lower() == ".npz":
         return FileSamples(str(path), _fitting(_read_npz(path), inputs, path), False)
+    if inputs.table is not None:
+        return FileSamples(str(path), _read_rows(path, inputs.table), False)
     if path.suffix.lower() == ".csv":
         return FileSamples(str(path), _fitting(_read_csv(path, inputs), inputs, path), False)
     return FileSamples(str(path), _fitting(_read_picture(path, inputs, resize), inputs, path), True)
@@ -54,6 +58,14 @@ def _read_npz(path: Path) -> NDArray[np.generic]:
     if "x" not in arrays and len(arrays) != 1:
         raise InputError(f"'{path}' holds {', '.join(sorted(arrays)) or 'nothing'}: save the samples as x in it.")
     return arrays["x"] if "x" in arrays else next(iter(arrays.values()))
+
+
+def _read_rows(path: Path, table: Constants) -> Tensor:
+    """Rows as in the table that the model was trained on, with columns by their names."""
+    rows = read_frame(path, texts=[each.column for each in table.categories])
+    if not len(rows):
+        raise InputError(f"'{path}' has no rows: give a row per sample, below the names of the columns.")
+    return table.samples_of(rows, f"'{path}'")
 
 
 def _read_csv(path: Path, inputs: Inputs) -> NDArray[np.generic]:

@@ -41,8 +41,9 @@ class ClientModel:
     def predict(self, x: Any) -> Prediction:
         """What it predicts for one image or many, by the method's own rule: classes, names, probabilities.
 
-        Images are raw (`uint8`, pictures), or floats that are normalised as in training; a compiled program accepts
-        only what it was exported for, raw pixels or the floats that the run trained on.
+        Images are raw (`uint8`, pictures), or floats that are normalised as in training; rows of a table are a frame
+        with its columns. A compiled program accepts only what it was exported for: raw pixels, rows of the table, or
+        the floats that the run trained on.
         """
         with torch.no_grad():
             return self._answer(as_batch(x, self.inputs.example()))

@@ -52,6 +52,8 @@ def _input(inputs: Inputs) -> str:
     if inputs.vocabulary is not None:
         filler = "" if inputs.padding is None else f"; {inputs.padding} fills short samples"
         return f"int64 token ids of shape {shape}, from 0 to {inputs.vocabulary - 1}{filler}"
+    if inputs.table is not None:
+        return f"rows with the columns {', '.join(inputs.table.columns)}"
     if not inputs.pixels:
         return f"float32 samples of shape {shape}, prepared as in training"
     mean, std = (", ".join(f"{value:.6g}" for value in values) for values in (inputs.mean, inputs.std))
@@ -65,14 +67,23 @@ def _accuracy(share: float | None, samples: int | None) -> str:
 
 def _use(card: ModelCard) -> str:
     if card.file.endswith(".safetensors"):
-        code = """import polyfed
+        what, file = ("images", "IMAGE.png") if card.inputs.pixels else ("samples", "SAMPLES.npz")
+        if card.inputs.table is not None:
+            what, file = "frame", "ROWS.csv"
+        code = f"""import polyfed
 
 model = polyfed.load_client("FOLDER")
-print(model.predict(images).names)"""
-        return f"```python\n{code}\n```\n\nor `polyfed predict FOLDER IMAGE.png`."
+print(model.predict({what}).names)"""
+        return f"```python\n{code}\n```\n\nor `polyfed predict FOLDER {file}`."
     kind = "uint8" if card.inputs.pixels else str(kind_of(card.inputs.input_shape)).removeprefix("torch.")
     shape = ", ".join(["batch", *(str(side) for side in card.inputs.shape)])
     what = f"`{card.file}` turns {kind} samples [{shape}] into probabilities [batch, {card.inputs.classes}]."
+    if card.inputs.table is not None:
+        what += (
+            " A row becomes such a sample as `inputs.table` in `card.json` says: first the numbers as (value − mean) / "
+            "std, with `fill` for a missing value, then for each category a 1 at its level and 0 at the others (all 0 "
+            "for a level among the `unseen`). `polyfed predict FOLDER ROWS.csv --trust` does both."
+        )
     if card.file.endswith(".pt2"):
         code = f"""import torch
 

@@ -23,7 +23,7 @@ from polyfed.methods.base import Method
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.models import Models
 from polyfed.records import RunFolder, disk
-from polyfed.resuming import located
+from polyfed.resuming import given_data, located
 from polyfed.seeds import torch_generator
 from polyfed.shapes import noise
 
@@ -47,7 +47,7 @@ def export_client(
     out: str | Path,
     *,
     format: str = "safetensors",
-    data: Dataset | None = None,
+    data: Any = None,
     models: Models | None = None,
     trust: bool = False,
 ) -> ModelCard:
@@ -61,9 +61,10 @@ def export_client(
     check_format(format)
     folder, out = RunFolder.open(run), Path(out)
     check_free(out)
-    card = _run_card(folder, data, models, trust=trust)
+    given = None if data is None else given_data(folder.read_config(trust=trust), data)
+    card = _run_card(folder, given, models, trust=trust)
     method, network = client_of_run(folder, card, client, models, trust=trust)
-    samples = _samples(folder, card, client, data, trust=trust)
+    samples = _samples(folder, card, client, given, trust=trust)
     row = folder.clients().set_index("client").loc[client]
     scored = (_number(row["accuracy_final"]), _number(row["test_samples"]))
     return write_model(out, card, client, method, network, samples, scored, format=format, models=models)

@@ -181,12 +181,13 @@ def _named(name: str) -> list[Architecture]:
         found = _resolve(load_object(name))
         # One object keeps its address as its name, so that a run's record says where it came from.
         return [replace(found[0], name=name)] if len(found) == 1 else found
-    name = name.lower()
+    given, name = name, name.lower()
     if name in GROUPS:
         return [member for part in GROUPS[name] for member in _named(part)]
     network, plus, head = name.partition("+")
     if network not in NETWORKS:
-        raise unknown_name("network", network, [*NETWORKS, *GROUPS])
+        problem = unknown_name("network", given.partition("+")[0], [*NETWORKS, *GROUPS])
+        raise InputError(f"{str(problem)[:-1]}; one of your own is package.module:name.")
     if plus and head not in HEADS:
         raise unknown_name("head", head, HEADS)
     return [Architecture(name, FromCatalogue(network, head or None))]

@@ -20,9 +20,12 @@ from polyfed.data.reading import listening
 from polyfed.errors import InputError
 from polyfed.report.console import plain_console
 from polyfed.server.federation import Watcher
+from polyfed.server.scores import percent
 
 MOMENT = 0.2
 """Seconds between two drawings of a notebook's bar."""
+PATIENCE, PAUSE = 2, 10
+"""Seconds of reading before the first line about it, and between two of them."""
 
 
 class QuietProgress(Watcher):
@@ -106,7 +109,9 @@ class LineProgress(QuietProgress):
         self._begin, self._first, self._rounds = time.perf_counter(), first_round, config.rounds
 
     def on_reading(self, what: str, done: int, total: int) -> None:
-        if done == 0 or time.perf_counter() - self._said > 10:
+        if done == 0:
+            self._said = time.perf_counter() - PAUSE + PATIENCE
+        elif time.perf_counter() - self._said > PAUSE:
             self._said = time.perf_counter()
             self.show(f"reading {what}: {done} of {total} pictures")
 
@@ -116,7 +121,7 @@ class LineProgress(QuietProgress):
             left = per_round * (self._rounds - round)
             answered = f"{row['replies']} of {len(self._names)} answered  " if self._names else ""
             self.show(
-                f"{_run_of(row)}round {round}/{self._rounds}  {answered}accuracy {100 * row['accuracy_mean']:.2f} %  "
+                f"{_run_of(row)}round {round}/{self._rounds}  {answered}accuracy {percent(row['accuracy_mean'])}  "
                 f"loss {row['loss_mean']:.4f}  {row['seconds']:.1f} s  {left:.0f} s left"
             )
 
@@ -219,7 +224,7 @@ class BarProgress(QuietProgress):
         self._bar.update(self._task, completed=round, description="round")
         self._answered = []
         if row is not None:
-            text = f"{_run_of(row)}accuracy {100 * row['accuracy_mean']:.2f} %  loss {row['loss_mean']:.4f}"
+            text = f"{_run_of(row)}accuracy {percent(row['accuracy_mean'])}  loss {row['loss_mean']:.4f}"
             self._bar.update(self._task, accuracy=text)
 
     def on_note(self, note: str) -> None:
@@ -239,6 +244,8 @@ def watched(watcher: Watcher | None, progress: bool | None) -> Iterator[Watcher]
     """
     if watcher is not None and progress:
         raise InputError("a run has a watcher and progress=True: give one of them.")
+    if watcher is not None and not isinstance(watcher, Watcher):
+        raise InputError(f"the watcher is a value of type {type(watcher).__name__}: give a polyfed.Watcher.")
     console = plain_console(stderr=True)
     kind: QuietProgress | None = None
     if watcher is None and progress is not False:

@@ -22,7 +22,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[list[str]]:
             if summary["best_validation_round"]
             else "no validation samples",
         ],
-        ["accuracy, best on test", percent(summary["accuracy_best"]), f"round {summary['best_round']}"],
+        ["accuracy, best on test", percent(summary["accuracy_best"]), _best_round(summary)],
         *_beside_accuracy(summary),
         *_test_set(summary.get("test_set", "none")),
         ["communication, up", quantity(summary["upload_floats"]), f"floats, {quantity(summary['upload_bytes'])}B"],
@@ -37,6 +37,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     if "simulated_seconds" in summary:
         rows.append(["simulated time of all rounds", f"{summary['simulated_seconds']:.1f}", "seconds"])
     return rows
+
+
+def _best_round(summary: Mapping[str, Any]) -> str:
+    return "" if percent(summary["accuracy_best"]) == percent(None) else f"round {summary['best_round']}"
 
 
 def _beside_accuracy(summary: Mapping[str, Any]) -> list[list[str]]:

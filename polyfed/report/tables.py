@@ -168,7 +168,7 @@ def datasets_table() -> Table:
         ]
         for d in datasets()
     ]
-    return plain_table(["name", "title", "classes", "image", "where it comes from"], rows)
+    return plain_table(["name", "what", "classes", "shape", "where it comes from"], rows)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:

@@ -95,6 +95,25 @@ def _domain(values: Sequence[Any], sampler: Sampler) -> Domain:
     return Range(values[0], values[-1], whole=all(isinstance(value, int) for value in values))
 
 
+def as_space(search: Mapping[str, Any], sampler: Sampler) -> Space:
+    """A space from Python: domains, lists of values, and what `--search` accepts.
+
+    >>> as_space({"training.lr": "0.001..0.1", "method.weight": [0.1, 1]}, "tpe")
+    {'training.lr': Range(low=0.001, high=0.1, whole=False), 'method.weight': Choices(values=(0.1, 1))}
+    """
+    space: Space = {}
+    for name, domain in search.items():
+        if isinstance(domain, str):
+            space |= parse_search([f"{name}={domain}"], sampler)
+        elif isinstance(domain, list | tuple) and domain:
+            space[name] = Choices(tuple(domain))
+        elif isinstance(domain, Choices | Range):
+            space[name] = domain
+        else:
+            raise InputError(f"search has {domain!r} for {name}: give a list of values, or a range such as '0.1..1'.")
+    return space
+
+
 def parse_search(texts: Iterable[str], sampler: Sampler) -> Space:
     """`method.weight=0.1,1,10` and `training.lr=0.001..0.1` as a space.
 

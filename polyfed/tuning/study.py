@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.outcomes import check_metric, without
-from polyfed.comparison.plan import nested
+from polyfed.comparison.plan import check_seeds, nested
 from polyfed.comparison.runner import finish
 from polyfed.comparison.together import Run, finish_together, grouped, most_together
 from polyfed.config import Experiment, merged
@@ -36,6 +37,7 @@ from polyfed.tuning.space import (
     Sampler,
     Space,
     applied,
+    as_space,
     check_space,
     grid_points,
     of_method,
@@ -47,6 +49,11 @@ if TYPE_CHECKING:
 
 SEEDS = (100, 101)
 """The seeds of a search: not those of a comparison, so that what is reported was not also what was chosen by."""
+UNNAMED = {
+    "data": "save yours with numpy.savez('mine.npz', x=…, y=…), and give data='npz:mine.npz'",
+    "models": "put yours into a module, and give models='module:name'",
+}
+"""What `polyfed.run` accepts as objects but a search does not, and what to do."""
 STARTUP = 5
 """Trials of a method before TPE has something to learn from, and before any is pruned."""
 
@@ -56,9 +63,9 @@ def tune(
     *,
     out: str | Path,
     trials: int = 20,
-    seeds: Sequence[int] = SEEDS,
+    seeds: Sequence[int] | str = SEEDS,
     sampler: Sampler = "tpe",
-    search: Mapping[str, Domain] | None = None,
+    search: Mapping[str, Domain | Sequence[Any] | str] | None = None,
     metric: str = "accuracy",
     prune: bool = True,
     keep_runs: bool = False,
@@ -71,15 +78,16 @@ def tune(
     """Search for the best settings of each method by validation accuracy, with as many trials for each.
 
     `metric` is what validation samples are scored by: accuracy, balanced_accuracy, macro_f1 or, for two classes, auc.
-    `search` maps settings to `Choices` or a `Range`; without it the common training settings and each method's own grid
-    are searched. `out` keeps every trial: the same call continues a search that was stopped, and more trials extend it.
-    Up to `together` runs train their clients in the same cohorts: a trial's seeds, and trials that don't depend on each
-    other; none: as many as make sense on a GPU. `tell` is called after each trial, `watcher` is told of every run.
+    `search` maps settings to lists of values or ranges such as `"0.001..0.1"`; without it the common training settings
+    and each method's own grid are searched. `out` keeps every trial: the same call continues a search that was stopped,
+    and more trials extend it. Up to `together` runs train their clients in the same cohorts: a trial's seeds, and
+    trials that don't depend on each other; none: as many as make sense on a GPU. `tell` is called after each trial,
+    `watcher` is told of every run.
 
     >>> tune(["fedproto", "standalone"], out="search", trials=10, rounds=10)           # doctest: +SKIP
     """
     _need_optuna()
-    given = dict(search or {})
+    given, seeds = as_space(search or {}, sampler), parse_seeds(seeds) if isinstance(seeds, str) else seeds
     _check(methods, trials, seeds, given, settings)
     base = checked(**{**settings, "method": "standalone"})
     chosen, together = check_metric(metric, base.data), most_together(base, together)
@@ -361,12 +369,14 @@ def _best_settings(
 def _check(
     methods: Sequence[str], trials: int, seeds: Sequence[int], given: Mapping[str, Domain], settings: Mapping[str, Any]
 ) -> None:
-    if not methods or len(set(methods)) != len(methods):
-        raise InputError("name the methods to tune, each once.")
+    if isinstance(methods, str) or not methods or len(set(methods)) != len(methods):
+        raise InputError("name the methods to tune in a list, each once.")
+    for name, remedy in UNNAMED.items():
+        if not isinstance(settings.get(name, ""), str):
+            raise InputError(f"a search writes its best settings to files, so {name} must have a name there: {remedy}.")
     if trials < 1:
         raise InputError(f"trials is {trials}, but must be at least 1.")
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise InputError("name the seeds of the search, each once.")
+    check_seeds(seeds)
     for method in methods:
         find_method(method)
     split = str(checked(**{**settings, "method": "standalone"}).split)

@@ -81,6 +81,7 @@ def test_options_of_a_method_can_be_set_for_those_that_have_them() -> None:
         ([], [0], {}, {}, "no method to compare"),
         (["standalone"], [0, 1, 0], {}, {}, "seed 0 is given twice: give it once"),
         (["standalone"], [], {}, {}, "there is no seed"),
+        (["standalone"], 3, {}, {}, r"seeds is 3, but must be a list such as \[0, 1, 2\], or text such as '0-2'"),
         (["standalone"], [-1], {}, {}, "seed -1 must be a whole number at least 0"),
         (["standalone"], [0], {"seed": 3}, {}, "seed can't be set .* use --seeds"),
         (["standalone"], [0], {"method": {"weight": 1}}, {}, "none of standalone has an option 'weight'"),

@@ -110,7 +110,7 @@ def test_floats_and_truths_are_labels_if_they_are_whole() -> None:
         (COLOUR.astype(np.int64), LABELS, "int64 data"),
         (COLOUR.reshape(6, -1), LABELS, "uint8 data"),
         (COLOUR[:0], LABELS[:0], "no samples"),
-        (np.where(np.eye(6) == 1, np.nan, 0.0)[:, 1:], LABELS, r"5 value\(s\) .* NaN\) at index \[1, 0\]"),
+        (np.where(np.eye(6) == 1, np.nan, 0.0)[:, 1:], LABELS, r"5 in all, .* NaN\) at index \[1, 0\]"),
         (np.full((6, 2), np.inf), LABELS, r"infinite\) at index \[0, 0\]"),
         (COLOUR.astype(np.float32), LABELS, "look like pixels of 0 to 255: give them as uint8"),
         (np.arange(6 * 64).reshape(6, 8, 8) % 256.0, LABELS, "look like pixels of 0 to 255: give them as uint8"),

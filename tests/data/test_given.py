@@ -228,3 +228,40 @@ def test_paths_become_addresses(tmp_path: Path) -> None:
     assert as_data(tmp_path, {}) == f"folder:{tmp_path}"
     np.savez(tmp_path / "client-1.npz", x=PIXELS, y=LABELS)
     assert as_data(tmp_path, {}) == f"npz:{tmp_path}"
+
+
+FEATURES = pd.DataFrame({"age": [10.0, 20, 30, 40, 50, 60], "sex": list("ffmmfm")}, index=range(5, 11))
+
+
+@pytest.mark.parametrize(
+    "labels", [WORDS, list(WORDS), pd.Series(WORDS), pd.Series(WORDS).astype("category"), pd.Categorical(WORDS)]
+)
+def test_a_frame_with_labels_beside_it_is_a_table(labels: Any) -> None:
+    expected = made(FEATURES.assign(kind=WORDS), label="kind")
+    dataset = made((FEATURES, labels))
+    assert dataset.table is not None and torch.equal(dataset.images, expected.images)
+    assert dataset.labels.tolist() == LABELS.tolist() and dataset.class_names == ("a", "b", "c")
+    assert made((FEATURES, labels, list("xxxyyy"))).client_names == ("x", "y")
+    parts = made([(FEATURES[:3], WORDS[:3]), (FEATURES[3:], WORDS[3:])])
+    assert parts.client_names == ("0", "1") and torch.equal(parts.images, expected.images)
+    assert made((PIXELS, labels)).labels.tolist() == LABELS.tolist()
+
+
+def test_a_frame_and_labels_that_do_not_fit_are_refused() -> None:
+    for data, columns, words in (
+        (
+            (FEATURES, WORDS[:5]),
+            {},
+            r"the frame has 6 rows, but what is given beside it as its label has the shape \(5,",
+        ),
+        ((FEATURES, WORDS, FEATURES, WORDS), {}, "polyfed.data.from_frame"),
+        ((FEATURES, WORDS), {"label": "age"}, "label is 'age', but"),
+    ):
+        with pytest.raises(InputError, match=words):
+            made(data, **columns)
+
+
+@pytest.mark.parametrize("labels", [["a", None, "b"] * 2, [0, None, 1] * 2, pd.Series(["a", np.nan, "b"] * 2)])
+def test_missing_labels_are_named(labels: Any) -> None:
+    with pytest.raises(InputError, match="lacks 2 of its 6 labels, the first at index 1: fill them in, or leave"):
+        made((PIXELS, labels))

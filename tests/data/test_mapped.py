@@ -71,7 +71,7 @@ def test_values_far_into_a_file_are_checked_too(tmp_path: Path, monkeypatch: pyt
     values = np.zeros((40, 3), np.float32)
     values[21, 1] = values[30, 2] = np.nan
     np.savez(tmp_path / "a.npz", x=values, y=LABELS)
-    with pytest.raises(InputError, match=r"2 value\(s\) .* NaN\) at index \[21, 1\]"):
+    with pytest.raises(InputError, match=r"2 in all, .* NaN\) at index \[21, 1\]"):
         load_dataset(f"npz:{tmp_path / 'a.npz'}?map=yes")
 
 

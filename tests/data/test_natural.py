@@ -99,9 +99,9 @@ def test_contradictions_and_gaps_are_refused() -> None:
         partition(from_arrays(x, y), "natural", 2)
     with pytest.raises(InputError, match="released-code.*shares only"):
         partition(from_arrays(x, y, x, y, client=client), "natural", 2, split="released-code")
-    with pytest.raises(InputError, match=r"client p1 of 'arrays' has 0 sample\(s\) .* fewer than 1"):
+    with pytest.raises(InputError, match=r"client p1 of 'arrays' has only 0 samples not for testing, fewer than 1"):
         partition(replace(dataset, owners=torch.zeros(16, dtype=torch.int64)), "natural", 2)
-    with pytest.raises(InputError, match="client p0 .* has 8 .* fewer than 9.*lower min_samples"):
+    with pytest.raises(InputError, match="client p0 .* has only 8 samples .* fewer than 9.*lower min_samples"):
         partition(dataset, "natural", 2, minimum=8 + 1)
 
 
@@ -184,7 +184,7 @@ def test_a_function_is_a_partition_and_must_be_passed_again(tmp_path: Path) -> N
     ("lists", "words"),
     [
         ([], "is empty"),
-        ([[0, 1], []], "gives client 1 a"),
+        ([[0, 1], []], "gives client 1 no samples: give a list"),
         ([[0, 1], [1, 2]], "client 1 a sample that is given twice"),
         ([[0, 0]], "given twice"),
         ([[0, 99]], "the sample 99, but .* 0 to 15"),

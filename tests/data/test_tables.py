@@ -106,6 +106,28 @@ def test_a_users_frame_is_not_changed() -> None:
     assert list(frame.columns) == [0, "y"]
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["1,5", "2", "-3,25", None], "numbers with commas, such as '-3,25': write them with points"),
+        (
+            [*map(str, range(30)), "unknown"],
+            "30 different numbers, but also texts such as 'unknown': leave fields empty",
+        ),
+    ],
+)
+def test_numbers_do_not_become_categories(values: list[str | None], words: str) -> None:
+    frame = pd.DataFrame({"age": values, "y": ["a", "b"] * (len(values) // 2) + ["a"] * (len(values) % 2)})
+    with pytest.raises(InputError, match=f"column 'age' of 'table' has {words}"):
+        from_frame(frame, "y")
+    chosen = from_frame(frame.assign(age=frame["age"].astype("category")), "y")
+    assert chosen.input_shape == (frame["age"].nunique(),)
+
+
+def test_codes_are_categories() -> None:
+    assert from_frame(pd.DataFrame({"ward": ["1", "2", "3b"], "y": ["a", "b", "a"]}), "y").input_shape == (3,)
+
+
 ROWS = 202
 
 

@@ -299,7 +299,7 @@ def test_what_a_site_can_not_be_is_refused(tmp_path: Path, changes: dict[str, An
 def test_a_site_with_one_sample_has_nothing_to_test_on(tmp_path: Path) -> None:
     member = one(tmp_path)
     npz(tmp_path / "amber" / "own.npz", [1])
-    with pytest.raises(InputError, match=r"'own' has 1 sample\(s\), too few for the test part of split 6:2:2"):
+    with pytest.raises(InputError, match=r"'own' has 1 sample, too few for the test part of split 6:2:2"):
         _ = member.data
 
 

@@ -20,10 +20,12 @@ def pictures() -> Dataset:
     return Dataset("pets", tiny.images, tiny.labels, 4, tiny.mean, tiny.std, class_names=NAMES)
 
 
-def finished(path: Path, method: Any, models: Any = "cnn5", data: Dataset | None = None, **settings: Any) -> Any:
+def finished(path: Path, method: Any, models: Any = "cnn5", data: Any = None, **settings: Any) -> Any:
     """The result of a run of two clients."""
-    chosen = {"clients": 2, "rounds": 2, "engine": "sequential", "device": "cpu", "lr": 0.1, **settings}
-    return polyfed.run(method, data=data or pictures(), models=models, out=path, progress=False, **chosen)
+    chosen: dict[str, Any] = {"clients": 2, "rounds": 2, "engine": "sequential", "device": "cpu", "lr": 0.1, **settings}
+    return polyfed.run(
+        method, data=pictures() if data is None else data, models=models, out=path, progress=False, **chosen
+    )
 
 
 def some(shape: tuple[int, ...] = (5, 1, 16, 16)) -> torch.Tensor:

@@ -125,6 +125,15 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         polyfed.export_client(tmp_path / "run", 0, tmp_path / "out", data=other)
 
 
+def test_data_are_given_again_as_they_were_to_the_run(tmp_path: Path) -> None:
+    images, labels = pictures().images.numpy(), pictures().labels.numpy()
+    finished(tmp_path / "run", "standalone", data=(images, labels))
+    card = polyfed.export_client(tmp_path / "run", 0, tmp_path / "out", data=(images, labels))
+    assert card.checked_on == f"the {card.test_samples} test samples of client 0"
+    with pytest.raises(polyfed.InputError, match="the run names its data itself: leave data out"):
+        polyfed.export_client(tmp_path / "run", 0, tmp_path / "again", data="digits")
+
+
 def test_damaged_exports_are_refused(tmp_path: Path) -> None:
     finished(tmp_path / "run", "standalone")
     polyfed.export_client(tmp_path / "run", 0, tmp_path / "out")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -63,3 +64,58 @@ def test_signals(tmp_path: Path) -> None:
     model = polyfed.load_client(tmp_path / "out", trust=True)
     expected = result.predict(1, data.images[:5]).probabilities
     assert torch.allclose(model.predict(data.images[:5]).probabilities, expected, atol=1e-5)
+
+
+@pytest.fixture
+def patients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pd.DataFrame:
+    """A table with numbers far from 0, categories and missing values, from which a run has learned."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    ill = np.arange(60) % 2
+    frame = pd.DataFrame(
+        {
+            "age": random.normal(500 + 200 * ill, 30),
+            "ward": np.array(["7", "8b"])[random.integers(0, 2, 60)],
+            "ill": np.array(["no", "yes"])[ill],
+        }
+    )
+    frame.loc[3, "age"] = frame.loc[4, "ward"] = None
+    frame.to_csv("patients.csv", index=False)
+    finished(tmp_path / "run", "fedproto", "tabular4", "table:patients.csv", label="ill", rounds=4)
+    return frame
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_rows_of_a_table_are_prepared_as_in_training(patients: pd.DataFrame, format: str) -> None:
+    result = polyfed.resume("run")
+    polyfed.export_client("run", 1, "out", format=format)
+    exported = polyfed.load_client("out", trust=True)
+    expected = result.predict(1, result.population.dataset.images)
+    assert sum(name == true for name, true in zip(expected.names, patients["ill"], strict=True)) > 50
+    columns = patients[["ill", "ward", "age"]]  # by name, in any order, and the label is not looked at
+    loaded = polyfed.load_client("run", 1)
+    for found in (result.predict(1, columns), loaded.predict(columns), exported.predict(columns)):
+        assert torch.allclose(found.probabilities, expected.probabilities, atol=1e-5)
+    columns.to_csv("rows.csv", index=False, sep=";")
+    read = read_samples(Path("rows.csv"), exported.inputs)
+    assert torch.equal(read.batch, result.population.dataset.images)
+    Path("one.csv").write_text("age,ward\n,7\n")  # a missing number, and a text that looks like a number
+    row = read_samples(Path("one.csv"), exported.inputs).batch
+    assert abs(float(row[0, 0])) < 1 and row[0, 1:].tolist() == [1, 0]
+    assert "rows with the columns age, ward" in Path("out/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("age\n50\n", "'rows.csv' lacks the column 'ward', which the model needs: add it"),
+        ("50,7\n51,8\n", "'rows.csv' lacks the column 'age'"),
+        ("age,ward\nold,7\n", "column 'age' of 'rows.csv' has texts, but the model needs numbers there"),
+        ("age,ward\ninf,7\n", "column 'age' of 'rows.csv' has infinite values"),
+        ("age,ward\n", "'rows.csv' has no rows"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(patients: pd.DataFrame, content: str, words: str) -> None:
+    Path("rows.csv").write_text(content)
+    with pytest.raises(InputError, match=words):
+        read_samples(Path("rows.csv"), polyfed.load_client("run", 0).inputs)

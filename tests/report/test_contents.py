@@ -41,6 +41,11 @@ def test_a_summary_has_every_number_with_its_round_or_unit() -> None:
     assert shown["simulated time of all rounds"] == ["61.2", "seconds"]
 
 
+def test_a_summary_without_accuracies_names_no_best_round() -> None:
+    shown = {row[0]: row[1:] for row in rows(tables.summary_table({**SUMMARY, "accuracy_best": None, "best_round": 1}))}
+    assert shown["accuracy, best on test"] == ["–", ""]
+
+
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_summary_says_that_there_are_no_validation_samples(missing: float | None) -> None:
     summary = {**SUMMARY, "accuracy_at_best_validation": missing, "best_validation_round": 0}

@@ -50,6 +50,11 @@ def test_a_watcher_is_told_instead_of_a_bar() -> None:
         assert told is mine
     with pytest.raises(polyfed.InputError, match="watcher and progress=True: give one"), watched(mine, True):
         pass
+    with (
+        pytest.raises(polyfed.InputError, match="the watcher is a value of type function: give a polyfed.Watcher"),
+        watched(lambda row: None, None),  # type: ignore[arg-type]
+    ):
+        pass
 
 
 Shown = list[tuple[str, dict[str, str]]]
@@ -131,7 +136,27 @@ def test_reading_shows_a_sign_of_life_and_notes_stay_as_they_are(kind: type[Line
         watcher.on_round(1, ROW)
     assert "note: client [red]:b: x[/b]" in text.getvalue()
     if kind is LineProgress:
-        assert "reading flowers[red]102: 0 of 10 pictures" in text.getvalue()
+        assert "flowers" not in text.getvalue()  # it took no time, so it needs no line
+
+
+def test_long_reading_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, text = [100.0], io.StringIO()
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    watcher = LineProgress(Console(file=text, markup=False, width=100))
+    for done in range(20):
+        watcher.on_reading("flowers[red]102", done, 20)
+        clock[0] += 1
+    assert text.getvalue().splitlines() == [
+        f"reading flowers[red]102: {done} of 20 pictures" for done in (3, 14)
+    ]  # fmt: skip
+
+
+def test_an_accuracy_that_does_not_exist_is_a_dash() -> None:
+    text = io.StringIO()
+    watcher = LineProgress(Console(file=text, width=100))
+    watcher.on_start(experiment(method="standalone", rounds=2), 1)
+    watcher.on_round(1, {**ROW, "accuracy_mean": float("nan")})
+    assert "accuracy –  loss 1.2500" in text.getvalue()
 
 
 def test_consoles_print_what_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -23,6 +24,7 @@ from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import Trial
 from polyfed.tuning.space import check_space
 from tests.shell import Shell
+from tests.support import Wide
 
 pytest.importorskip("optuna", reason="tuning needs the extra polyfed[tune]")
 
@@ -65,6 +67,10 @@ def test_the_command_shows_trials_and_notes_but_no_rounds(
     assert (ended.status, ended.error) == (0, "note: slow today\n")
     assert ended.output.startswith("standalone 1  validation ")
     assert "round 1" not in ended.output
+    both = shell("tune", "standalone", "fedproto", *search, *given)
+    assert both.output.endswith(
+        f"`polyfed compare {tmp_path}/search/best.yaml --seeds 0-4 --out FOLDER` compares them.\n"
+    )
 
 
 def test_a_value_is_the_mean_validation_accuracy_over_the_seeds(tmp_path: Path) -> None:
@@ -178,6 +184,31 @@ def test_what_can_not_be_searched_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(InputError, match=words):
         tune(["fedproto"], out=tmp_path / "new", trials=1, search=search, seeds=[1], **SETTINGS)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_search_from_python_is_written_as_people_write_it(tmp_path: Path) -> None:
+    tune(["standalone"], out=tmp_path, trials=1, search={"training.lr": [0.05]}, seeds="100", **SETTINGS)
+    assert table(tmp_path).settings.tolist() == ['{"training.lr": 0.05}']
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"data": (np.zeros((6, 8, 8), np.uint8), [0, 1, 2] * 2)},
+            "data must have a name there: save yours with",
+        ),
+        ({"models": [Wide]}, "models must have a name there: put yours into a module"),
+        ({"methods": "standalone"}, "name the methods to tune in a list"),
+        ({"seeds": [1, 1]}, "seed 1 is given twice"),
+        ({"search": {"training.lr": 0.1}}, "search has 0.1 for training.lr: give a list of values, or a range such as"),
+    ],
+)
+def test_what_a_search_from_python_can_not_use_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    given = {"methods": ["standalone"], "trials": 1, "search": LR, "seeds": [1], **SETTINGS, **changed}
+    with pytest.raises(InputError, match=words):
+        tune(out=tmp_path / "new", **given)
     assert not (tmp_path / "new").exists()
 
 
