@@ -21,6 +21,8 @@ from polyfed.population import Population
 
 CHECKED = 8
 """Samples with which dropout masks are checked: batch norm of fewer has gradients that are mostly rounding."""
+FEW = 3
+"""Samples with which padding is checked where there is no batch norm."""
 
 
 @dataclass
@@ -110,6 +112,10 @@ class Trial:
                 if step.masks.calls and not alone:
                     several = new_plan(people, twice, min(CHECKED, width), 2, phase, 0)
                     step.check_masks(several.on(people.device).at(0))
+                if not alone and not people.is_ours(client):
+                    count, tolerance = (CHECKED, 0.05) if phase.name in found.normed else (FEW, 1e-3)
+                    others = new_plan(people, twice, min(count, width), 2, phase, 0)
+                    step.check_padding(others.on(people.device).at(0), tolerance)
                 step(inputs | step.masks.draw((), (), few))
         network.eval()
         state |= numbers
