@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from polyfed.addresses import PYTHON
+from polyfed.assemble import data_facts
 from polyfed.comparison import folder as folders
 from polyfed.comparison import pictures, render
 from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, check_metric, read_outcome, without
@@ -23,6 +24,7 @@ from polyfed.errors import InputError, RunError
 from polyfed.models import Models, resolve
 from polyfed.ranges import typed
 from polyfed.records import RunFolder, disk
+from polyfed.records.claim import read_claim
 from polyfed.report import drawing
 from polyfed.server.federation import Watcher
 
@@ -102,6 +104,8 @@ def compare(
         data=data if isinstance(data, Dataset) else None, models=None if isinstance(models, str) else models,
     )  # fmt: skip
     with folders.claimed(path, cells):
+        if isinstance(data, Dataset):
+            _check_data(cells, path, data)
         failures = finish(cells, path, tell=tell)
         outcomes = _read(cells, path, question, failures)
         check_same_federation(cells, outcomes)
@@ -199,6 +203,18 @@ def _named(data: str | Dataset | None, models: Models | None) -> dict[str, Any]:
     if models is not None:
         given["models"] = models if isinstance(models, str) else PYTHON + ",".join(a.name for a in resolve(models))
     return given
+
+
+def _check_data(cells: Sequence[Cell], path: Path, data: Dataset) -> None:
+    """Raise if a run began with other data than those that came from Python now; tables are scaled for each run."""
+    now = data_facts(data, [])["the data"]
+    for cell in cells if data.table is None else ():
+        before = read_claim(path / "runs" / cell.name).get("facts", {}).get("the data", now)
+        if before != now:
+            raise InputError(
+                f"{cell.name} in '{path}' has other data than are given now, {before} and not {now}: use these data, "
+                "or choose another folder (--out)."
+            )
 
 
 def _checked_round(choice: str) -> RoundChoice:
