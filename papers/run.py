@@ -22,7 +22,7 @@ from pathlib import Path
 
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.records import RESULTS, append, check, check_settings, in_a_line, line_of, parse, read_records, record_of
-from polyfed.comparison.compare import parse_seeds
+from polyfed.comparison.plan import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
 from polyfed.errors import InputError, PolyfedError, unknown_name
 from polyfed.records import RunFolder, disk

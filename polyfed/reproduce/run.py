@@ -13,9 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.outcomes import finished_run
-from polyfed.comparison.plan import Cell, check_seeds
+from polyfed.comparison.plan import Cell, checked_seeds
 from polyfed.comparison.runner import run_cells
 from polyfed.comparison.together import most_together
 from polyfed.errors import InputError, RunError, unknown_name
@@ -81,8 +80,7 @@ def reproduce(
     _check(recipe, scale, jobs)
     rows = _chosen_methods(recipe, methods)
     columns = _chosen_settings(recipe, settings, scale)
-    used = recipe.seeds(scale) if seeds is None else parse_seeds(seeds) if isinstance(seeds, str) else list(seeds)
-    check_seeds(used)
+    used = checked_seeds(recipe.seeds(scale) if seeds is None else seeds)
     cells = [
         Cell(method, seed, recipe.point(setting), experiment.model_copy(update={"seed": seed}))
         for setting in columns

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.comparison.outcomes import check_metric, without
-from polyfed.comparison.plan import nested
+from polyfed.comparison.plan import checked_seeds, nested
 from polyfed.comparison.runner import finish
 from polyfed.comparison.together import Run, finish_together, grouped, most_together
 from polyfed.config import Experiment, merged
@@ -56,7 +56,7 @@ def tune(
     *,
     out: str | Path,
     trials: int = 20,
-    seeds: Sequence[int] = SEEDS,
+    seeds: Sequence[int] | str = SEEDS,
     sampler: Sampler = "tpe",
     search: Mapping[str, Domain] | None = None,
     metric: str = "accuracy",
@@ -79,8 +79,8 @@ def tune(
     >>> tune(["fedproto", "standalone"], out="search", trials=10, rounds=10)           # doctest: +SKIP
     """
     _need_optuna()
-    given = dict(search or {})
-    _check(methods, trials, seeds, given, settings)
+    given, seeds = dict(search or {}), checked_seeds(seeds)
+    _check(methods, trials, given, settings)
     base = checked(**{**settings, "method": "standalone"})
     chosen, together = check_metric(metric, base.data), most_together(base, together)
     plan = {
@@ -88,7 +88,7 @@ def tune(
             **base.model_dump(mode="json", exclude={"method", "seed"}),
             "method": dict(settings.get("method", {})),
         },
-        "seeds": list(seeds), "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
+        "seeds": seeds, "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
         "prune": prune, "metric": chosen,
     }  # fmt: skip
     with TuneFolder.claimed(Path(out), plan, chosen) as folder:
@@ -358,15 +358,11 @@ def _best_settings(
     return {name: value for name, value in content.items() if value not in ({}, None)} | {"tuned": origin}
 
 
-def _check(
-    methods: Sequence[str], trials: int, seeds: Sequence[int], given: Mapping[str, Domain], settings: Mapping[str, Any]
-) -> None:
+def _check(methods: Sequence[str], trials: int, given: Mapping[str, Domain], settings: Mapping[str, Any]) -> None:
     if not methods or len(set(methods)) != len(methods):
         raise InputError("name the methods to tune, each once.")
     if trials < 1:
         raise InputError(f"trials is {trials}, but must be at least 1.")
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise InputError("name the seeds of the search, each once.")
     for method in methods:
         find_method(method)
     split = str(checked(**{**settings, "method": "standalone"}).split)

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import polyfed
-from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.outcomes import ROUNDS
+from polyfed.comparison.plan import parse_seeds
 from polyfed.errors import InputError
 from polyfed.server.federation import Federation
 from tests.shell import Shell, is_one_sentence

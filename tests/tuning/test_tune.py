@@ -70,7 +70,7 @@ def test_the_command_shows_trials_and_notes_but_no_rounds(
 def test_a_value_is_the_mean_validation_accuracy_over_the_seeds(tmp_path: Path) -> None:
     search = {"training.lr": Choices((0.05,))}
     (found,) = tune(
-        ["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[4, 7], keep_runs=True, **SETTINGS
+        ["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds="4,7", keep_runs=True, **SETTINGS
     )
     values = []
     for seed in (4, 7):
