@@ -112,11 +112,11 @@ class Trial:
                 if step.masks.calls and not alone:
                     several = new_plan(people, twice, min(CHECKED, width), 2, phase, 0)
                     step.check_masks(several.on(people.device).at(0))
+                step(inputs | step.masks.draw((), (), few))
                 if not alone and not people.is_ours(client):
                     count, tolerance = (CHECKED, 0.05) if phase.name in found.normed else (FEW, 1e-3)
                     others = new_plan(people, twice, min(count, width), 2, phase, 0)
                     step.check_padding(others.on(people.device).at(0), tolerance)
-                step(inputs | step.masks.draw((), (), few))
         network.eval()
         state |= numbers
         with torch.no_grad():
