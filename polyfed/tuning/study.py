@@ -164,9 +164,12 @@ class _Study:
         self.points = grid_points(space, seeds[0], method) if sampler == "grid" else None
         self.prune = prune
         self.study = _new_study()
+        rounds = checked(**self.settings).rounds
         for trial in folder.of(method):
             if set(trial.settings) != set(space):
                 raise folder.unreadable(f"trial {trial.number + 1} of {method} has other settings than are searched")
+            if trial.state == "finished" and max(trial.curve, default=0) != rounds:  # later ones are pruned by it
+                raise folder.unreadable(f"the curve of trial {trial.number + 1} of {method} is not complete")
             try:
                 self._told(trial)
             except (ValueError, TypeError) as error:  # Optuna's complaints
