@@ -186,6 +186,7 @@ def run(given: argparse.Namespace) -> int:
         )  # fmt: skip
     except Interrupted as stop:  # the deadline, or Ctrl-C
         print(stop)
+        recorder.failures |= stop.failures
     recorder.sweep()
     for line in [*overseer.summary(), *recorder.unfinished()]:
         print(line)

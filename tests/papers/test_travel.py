@@ -19,9 +19,10 @@ from papers.campaign import FOLDER, Run, read_campaign
 from papers.collect import collect
 from papers.page import comparisons_of, main
 from papers.records import Record, append, read_records
+from polyfed.comparison import runner
 from polyfed.comparison.plan import Cell
 from polyfed.comparison.runner import finish
-from polyfed.errors import InputError
+from polyfed.errors import InputError, RunError
 from polyfed.server.federation import Interrupted
 from tests.papers.tiny import TINY, record, written
 
@@ -93,6 +94,23 @@ def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureF
     assert command(papers, "--minutes", "0") == 0
     out = capsys.readouterr().out
     assert "stopped with 0 of 6 runs done; the same command continues" in out and "0 of 6 runs recorded" in out
+
+
+def test_a_run_that_failed_before_the_deadline_is_named_at_the_end(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(running.Overseer, "stop_requested", property(lambda self: bool(ended)))
+
+    def fails(*given: Any) -> dict[str, BaseException]:
+        ended.append(True)
+        return {name: RunError("no more memory") for name in given[0]}
+
+    monkeypatch.setattr(runner, "finish_group", fails)
+    assert command(papers) == 1
+    shown = capsys.readouterr()
+    assert "standalone-seed0 failed: no more memory" in shown.err and "0 of 6 runs recorded" in shown.out
+    assert "1 failed" in shown.out
 
 
 def test_runs_that_the_deadline_stops_say_how_far_they_are(
