@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from papers.tables import (
 )
 from polyfed.comparison.pictures import draw_lines
 from polyfed.comparison.statistics import t_interval
-from polyfed.errors import listed
+from polyfed.errors import PolyfedError, listed
 from polyfed.records import disk
 from polyfed.records.origin import FREE, settings_by_name, shown
 from polyfed.report import drawing
@@ -256,4 +257,7 @@ def main(root: Path = FOLDER.parent, papers: Path = FOLDER) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PolyfedError as error:
+        sys.exit(f"error: {error}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from papers.campaign import FOLDER, Campaign, Run
 from polyfed.comparison.outcomes import read_outcome
@@ -24,6 +25,35 @@ NOTE = 200
 """Characters of a note."""
 Record = dict[str, Any]
 Key = tuple[str, str, str, int]
+
+
+class Form(BaseModel):
+    """What the page needs of a record; there may be more."""
+
+    model_config = ConfigDict(strict=True)
+
+    entry: str
+    setting: str
+    method: str
+    seed: int
+    settings: dict[str, Any]
+    polyfed: str
+    commit: str | None
+    torch: str
+    machine: str
+    date: str
+    seconds: float
+    accuracy: dict[str, dict[str, dict[str, float | None]]]
+    own_best: float | None
+    costs: dict[str, float]
+    rounds: list[int] = Field(min_length=1)
+    curves: dict[str, list[float | None]]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Form:
+        if self.accuracy.keys() != self.curves.keys() or any(len(c) != len(self.rounds) for c in self.curves.values()):
+            raise ValueError("curves need a value for each round, for all rules of prediction")
+        return self
 
 
 def record_of(run: Run, path: Path, *, commit: str | None, margins: bool = False) -> Record:
@@ -115,19 +145,25 @@ def read_records(folders: Iterable[Path]) -> dict[Key, Record]:
     """
     found: dict[Key, Record] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*.jsonl"))):
-        for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
-            if not line.endswith("\n"):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
                 continue
-            try:
-                record = json.loads(line)
-                key = key_of(record)
-            except (ValueError, KeyError, TypeError) as error:
+            record = parse(line, f"line {number} of '{path}'")
+            if found.setdefault(key_of(record), record) != record:
                 raise InputError(
-                    f"line {number} of '{path}' is no record: remove it, or fetch the file again."
-                ) from error
-            if found.setdefault(key, record) != record:
-                raise InputError(f"'{path}' has another record of {_named(key)} than was read before: remove one.")
+                    f"'{path}' has another record of {_named(key_of(record))} than was read before: remove one."
+                )
     return found
+
+
+def parse(text: bytes, where: str) -> Record:
+    """The record that a line holds; raises if it is not a whole one."""
+    try:
+        record: Record = json.loads(text.decode())
+        Form.model_validate(record)
+    except ValueError as error:
+        raise InputError(f"{where} is no record: remove it, or fetch the file again.") from error
+    return record
 
 
 def check(records: Mapping[Key, Record], campaign: Campaign) -> None:
@@ -140,12 +176,17 @@ def check(records: Mapping[Key, Record], campaign: Campaign) -> None:
 
 
 def check_settings(run: Run, record: Record) -> None:
-    """Raise if a record is of a run with other settings."""
+    """Raise if a record is of a run with other settings, or of one that did not reach its last round."""
     now, before = json.loads(json.dumps(run.told)), record["settings"]
     for name in (name for name in {**now, **before} if now.get(name) != before.get(name)):
         raise InputError(
             f"{_named(run.key)} is recorded with {name} {shown(before.get(name, 'default'))}, but the campaign has "
             f"{shown(now.get(name, 'default'))}: give the entry another name, or remove the record."
+        )
+    if (last := record["rounds"][-1]) != run.config.rounds:
+        raise InputError(
+            f"{_named(run.key)} is recorded up to round {last}, but the campaign has {run.config.rounds} rounds: "
+            "remove the record."
         )
 
 

@@ -9,7 +9,6 @@ command continues from there, or starts the run again if that folder is gone.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -22,8 +21,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from papers.campaign import FOLDER, Campaign, read_campaign
-from papers.records import RESULTS, append, check, check_settings, in_a_line, line_of, read_records, record_of
-from polyfed.comparison.compare import parse_seeds
+from papers.records import RESULTS, append, check, check_settings, in_a_line, line_of, parse, read_records, record_of
+from polyfed.comparison.plan import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
 from polyfed.errors import InputError, PolyfedError, unknown_name
 from polyfed.records import RunFolder, disk
@@ -96,7 +95,7 @@ class Recorder:
         for name, run in [(name, run) for name, run in self.left.items() if names is None or name in names]:
             kept, folder = self._given.work / "records" / f"{name}.json", self._given.work / "runs" / name
             if kept.exists():
-                record = json.loads(kept.read_text())
+                record = parse(kept.read_bytes(), f"'{kept}'")
                 check_settings(run, record)
             else:
                 margins = run.row in self._campaign.entries[run.entry].margins
@@ -187,6 +186,7 @@ def run(given: argparse.Namespace) -> int:
         )  # fmt: skip
     except Interrupted as stop:  # the deadline, or Ctrl-C
         print(stop)
+        recorder.failures |= stop.failures
     recorder.sweep()
     for line in [*overseer.summary(), *recorder.unfinished()]:
         print(line)

@@ -67,7 +67,7 @@ class Comparison:
     def own_best(self, row: str, setting: str) -> dict[int, float]:
         """By seed, the mean over clients of each one's best round; runs record it only for the method's own rule."""
         records = [r for r in self.of(row) if r["setting"] == setting and self.rule(row) == next(iter(r["accuracy"]))]
-        return {record["seed"]: 100 * record["own_best"] for record in records}
+        return {record["seed"]: 100 * record["own_best"] for record in records if record["own_best"] is not None}
 
     def gains(self, row: str, setting: str, rule: str = "") -> list[float]:
         """The gain over the base with each seed that both have; none for the base itself."""

@@ -51,7 +51,6 @@ def tune(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the files with the best settings")] = False,
 ) -> None:
     """Search for a method's best settings. By validation accuracy or another metric, as many trials for each."""
-    from polyfed.comparison.compare import parse_seeds  # only this command and compare need statistics
     from polyfed.tuning import tune as search_for
 
     if out is None or not out.strip():
@@ -68,7 +67,7 @@ def tune(
     found = watch(
         quiet,
         lambda watcher: search_for(
-            methods, out=out, trials=trials, seeds=parse_seeds(seeds), sampler=chosen,
+            methods, out=out, trials=trials, seeds=seeds, sampler=chosen,
             search=parse_search(search or [], chosen), metric=metric, prune=prune, keep_runs=keep_runs,
             together=together, watcher=watcher, tell=tell,
             note=lambda text: error_console.print(text, soft_wrap=True), **changes,

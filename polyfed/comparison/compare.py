@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,10 +11,11 @@ from typing import Any
 import pandas as pd
 
 from polyfed.addresses import PYTHON
+from polyfed.assemble import data_facts
 from polyfed.comparison import folder as folders
 from polyfed.comparison import pictures, render
 from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, check_metric, read_outcome, without
-from polyfed.comparison.plan import Cell, MethodChoice, common_settings, grid, plan
+from polyfed.comparison.plan import Cell, MethodChoice, checked_seeds, common_settings, grid, plan
 from polyfed.comparison.runner import run_cells
 from polyfed.comparison.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
 from polyfed.data import Dataset, as_data
@@ -23,11 +23,9 @@ from polyfed.errors import InputError, RunError
 from polyfed.models import Models, resolve
 from polyfed.ranges import typed
 from polyfed.records import RunFolder, disk
+from polyfed.records.claim import read_claim
 from polyfed.report import drawing
 from polyfed.server.federation import Watcher
-
-MOST_SEEDS = 10_000
-"""More in one range are a slip of the hand."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def compare(
     """
     data = None if data is None else as_data(data, settings)
     given = dict(settings) | _named(data, models)
-    cells = plan(methods, parse_seeds(seeds) if isinstance(seeds, str) else seeds, given, sweeps, trust=trust)
+    cells = plan(methods, checked_seeds(seeds), given, sweeps, trust=trust)
     ranked = check_metric(metric, data if isinstance(data, Dataset) else cells[0].config.data)
     question = Question(_checked_round(round), rule, find_baseline(cells, baseline), _checked_target(target), ranked)
     path = Path(out)
@@ -102,6 +100,8 @@ def compare(
         data=data if isinstance(data, Dataset) else None, models=None if isinstance(models, str) else models,
     )  # fmt: skip
     with folders.claimed(path, cells):
+        if isinstance(data, Dataset):
+            _check_data(cells, path, data)
         failures = finish(cells, path, tell=tell)
         outcomes = _read(cells, path, question, failures)
         check_same_federation(cells, outcomes)
@@ -124,24 +124,6 @@ def compare(
                 "is fixed the same command writes the tables."
             ) from error
     return comparison
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Seeds as people write them.
-
-    >>> parse_seeds("0-2,7")
-    [0, 1, 2, 7]
-    """
-    seeds: list[int] = []
-    for part in text.split(","):
-        ends = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
-        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, -1)
-        if last < first:
-            raise InputError(f"seeds are '{text}', but must be numbers and ranges, such as 0-4 or 0,3,7.")
-        if last - first >= MOST_SEEDS:
-            raise InputError(f"{part.strip()} are {last - first + 1} seeds, but must be at most {MOST_SEEDS}.")
-        seeds += range(first, last + 1)
-    return seeds
 
 
 def find_baseline(cells: Sequence[Cell], wanted: str | None) -> str | None:
@@ -199,6 +181,18 @@ def _named(data: str | Dataset | None, models: Models | None) -> dict[str, Any]:
     if models is not None:
         given["models"] = models if isinstance(models, str) else PYTHON + ",".join(a.name for a in resolve(models))
     return given
+
+
+def _check_data(cells: Sequence[Cell], path: Path, data: Dataset) -> None:
+    """Raise if a run began with other data than those that came from Python now; tables are scaled for each run."""
+    now = data_facts(data, [])["the data"]
+    for cell in cells if data.table is None else ():
+        before = read_claim(path / "runs" / cell.name).get("facts", {}).get("the data", now)
+        if before != now:
+            raise InputError(
+                f"{cell.name} in '{path}' has other data than are given now, {before} and not {now}: use these data, "
+                "or choose another folder (--out)."
+            )
 
 
 def _checked_round(choice: str) -> RoundChoice:

@@ -86,14 +86,21 @@ class Outcome:
         return self.worst_deciles[choice] if metric == "accuracy" else math.nan
 
 
-def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
-    """The outcome of the finished run in a folder, by the method's own rule of prediction or by another."""
+def finished_run(path: str | Path) -> RunFolder:
+    """The folder of a finished run; raises if its records are not those with which it ended."""
     folder = RunFolder.open(path)
-    summary = folder.summary()
+    folder.summary()
     if damage := folder.damage():
         raise InputError(
             f"the run in '{path}' can't be read: {damage[0]}; restore that, or move the run away and run it again."
         )
+    return folder
+
+
+def read_outcome(path: str | Path, rule: str | None = None) -> Outcome:
+    """The outcome of the finished run in a folder, by the method's own rule of prediction or by another."""
+    folder = finished_run(path)
+    summary = folder.summary()
     evaluations = folder.evaluations()
     rules = tuple(str(name) for name in evaluations["rule"].unique())
     chosen = rule or rules[0]

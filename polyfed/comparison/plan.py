@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -27,6 +27,8 @@ OWN = ("method.", "training.")
 HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray", "tracker")
 """Settings that may differ between any two runs: they have no influence on numbers, or are the comparison's own."""
 LONGEST_NAME = 120
+MOST_SEEDS = 10_000
+"""More in one range are a slip of the hand."""
 FILES = (".yaml", ".yml")
 
 
@@ -92,7 +94,7 @@ def plan(
     _check_unrepeated("method", [entry.label for entry in entries])
     if not entries:
         raise InputError("there is no method to compare: name at least one, such as fedproto.")
-    check_seeds(seeds)
+    seeds = checked_seeds(seeds)
     _check_unseen(entries, seeds)
     given = normal_form(settings or {})
     if "seed" in given:
@@ -200,16 +202,36 @@ def _check_unrepeated(what: str, names: Sequence[Any]) -> None:
     raise InputError(f"{what} {repeated} is given twice: give it once{remedy}.")
 
 
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Raise unless there are seeds, each of them once."""
-    if not isinstance(seeds, Sequence):
+def parse_seeds(text: str) -> list[int]:
+    """Seeds as people write them.
+
+    >>> parse_seeds("0-2,7")
+    [0, 1, 2, 7]
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, -1)
+        if last < first:
+            raise InputError(f"seeds are '{text}', but must be numbers and ranges, such as 0-4 or 0,3,7.")
+        if last - first >= MOST_SEEDS:
+            raise InputError(f"{part.strip()} are {last - first + 1} seeds, but must be at most {MOST_SEEDS}.")
+        seeds += range(first, last + 1)
+    return seeds
+
+
+def checked_seeds(seeds: Iterable[int] | str) -> list[int]:
+    """Seeds as a list; raises unless there are some, each of them once."""
+    if not isinstance(seeds, Iterable):
         raise InputError(f"seeds is {seeds!r}, but must be a list such as [0, 1, 2], or text such as '0-2'.")
-    if not seeds:
+    found = parse_seeds(seeds) if isinstance(seeds, str) else list(seeds)
+    if not found:
         raise InputError("there is no seed: give at least one, such as --seeds 0-4.")
-    for seed in seeds:
+    for seed in found:
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
             raise InputError(f"seed {seed!r} must be a whole number at least 0.")
-    _check_unrepeated("seed", list(seeds))
+    _check_unrepeated("seed", found)
+    return found
 
 
 def _canonical(sweeps: Mapping[str, Sequence[Any]], given: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -56,8 +56,8 @@ def run_cells(
     runs at a time are in processes of their own; a single one in this process. Up to `together` runs of one kind train
     their clients in the same cohorts; none: as many as make sense on a GPU. `tell` gets a line per finished
     run, `watcher` hears of the rounds in this process and of all notes, and may ask to stop. Raises `Interrupted` after
-    Ctrl-C, and `InputError` if all runs fail for the same wrong input. `data` and `models` are those that came from
-    Python.
+    Ctrl-C, with the failures until then, and `InputError` if all runs fail for the same wrong input. `data` and
+    `models` are those that came from Python.
     """
     if jobs < 1:
         raise InputError(f"jobs is {jobs}, but must be a whole number at least 1.")
@@ -70,10 +70,14 @@ def run_cells(
     for cell in cells:
         most_together(cell.config, together)  # refuses what can't be, before anything runs
     left = grouped(_unfinished(cells, paths, errors, tell), lambda cell: cell.config, together)
-    if left and jobs == 1:
-        _one_by_one(left, paths, errors, tell, watcher, data, models)
-    elif left:
-        _side_by_side(left, paths, min(jobs, len(left)), errors, tell, watcher)
+    try:
+        if left and jobs == 1:
+            _one_by_one(left, paths, errors, tell, watcher, data, models)
+        elif left:
+            _side_by_side(left, paths, min(jobs, len(left)), errors, tell, watcher)
+    except Interrupted as stop:
+        stop.failures = errors.reasons
+        raise
     reasons = list(errors.reasons.values())
     if reasons and len(errors.of_input) == len(cells) and len(set(reasons)) == 1:
         raise InputError(reasons[0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -12,13 +13,14 @@ from typing import Any
 
 import pandas as pd
 
-from polyfed.comparison.compare import parse_seeds
-from polyfed.comparison.plan import Cell, check_seeds
+from polyfed.comparison.outcomes import finished_run
+from polyfed.comparison.plan import Cell, checked_seeds
 from polyfed.comparison.runner import run_cells
 from polyfed.comparison.together import most_together
-from polyfed.errors import InputError, unknown_name
+from polyfed.errors import InputError, RunError, unknown_name
 from polyfed.methods import METHODS
 from polyfed.records import disk
+from polyfed.records.claim import locked, writable
 from polyfed.records.origin import settings_by_name, shown
 from polyfed.reproduce.measures import costs, measured, series
 from polyfed.reproduce.published import applicable, published
@@ -78,8 +80,7 @@ def reproduce(
     _check(recipe, scale, jobs)
     rows = _chosen_methods(recipe, methods)
     columns = _chosen_settings(recipe, settings, scale)
-    used = recipe.seeds(scale) if seeds is None else parse_seeds(seeds) if isinstance(seeds, str) else list(seeds)
-    check_seeds(used)
+    used = checked_seeds(recipe.seeds(scale) if seeds is None else seeds)
     cells = [
         Cell(method, seed, recipe.point(setting), experiment.model_copy(update={"seed": seed}))
         for setting in columns
@@ -91,16 +92,23 @@ def reproduce(
     for cell in cells:
         most_together(cell.config, together)  # refuses what can't be, before the folder is made
     warning = _warning(recipe, rows[-1], columns[0], scale) if scale != "paper" else ""
-    folder = _claimed(Path(out), recipe, scale)
-    if warning:
-        tell(warning)
-    failures = run_cells(cells, folder, jobs=jobs, together=together, tell=tell, watcher=watcher)
-    done = [cell for cell in cells if cell.name not in failures]
-    table = _with_differences([_row(recipe, scale, own, folder, failures) for own in _by_cell(cells)], recipe)
-    figure = _series(recipe, done, folder)
-    disk.write(folder / TABLE, table.to_csv(index=False))
-    if recipe.entry.series not in (None, "costs"):  # costs are columns of the table
-        disk.write(folder / SERIES, figure.to_csv(index=False))
+    with _claimed(Path(out), recipe, scale) as folder:
+        if warning:
+            tell(warning)
+        failures = run_cells(cells, folder, jobs=jobs, together=together, tell=tell, watcher=watcher)
+        failures |= _damaged(cells, folder, failures)
+        done = [cell for cell in cells if cell.name not in failures]
+        table = _with_differences([_row(recipe, scale, own, folder, failures) for own in _by_cell(cells)], recipe)
+        figure = _series(recipe, done, folder)
+        try:
+            disk.write(folder / TABLE, table.to_csv(index=False))
+            if recipe.entry.series not in (None, "costs"):  # costs are columns of the table
+                disk.write(folder / SERIES, figure.to_csv(index=False))
+        except OSError as error:
+            raise RunError(
+                f"the table can't be written to '{folder}': {error.strerror or error}; all runs are kept, and when "
+                "that is fixed the same command writes the table."
+            ) from error
     return Reproduction(recipe, scale, folder, table, figure, len(recipe.settings) - len(columns), warning, failures)
 
 
@@ -152,22 +160,48 @@ def _warning(recipe: Recipe, method: str, setting: str, scale: ScaleName) -> str
     return f"NOT THE PAPER'S SETTING ({method}, {setting}): {', '.join(changes)}."
 
 
-def _claimed(folder: Path, recipe: Recipe, scale: ScaleName) -> Path:
-    """The folder, which belongs to this recipe and scale from now on."""
-    wanted = {"recipe": recipe.name, "scale": scale}
+@contextmanager
+def _claimed(folder: Path, recipe: Recipe, scale: ScaleName) -> Iterator[Path]:
+    """The folder, which belongs to this recipe and scale from now on; inside, no other process works on it."""
+    with ExitStack() as held:
+        with writable(folder):
+            if folder.exists() and not folder.is_dir():
+                raise _not_ours(folder)
+            disk.make_folder(folder)
+            held.enter_context(locked(folder))
+            _settle(folder, {"recipe": recipe.name, "scale": scale})
+        yield folder
+
+
+def _settle(folder: Path, wanted: Mapping[str, str]) -> None:
+    """Make the folder this reproduction's; raises if it is another's."""
     if (folder / RECORD).is_file():
         found = _read_record(folder / RECORD)
         if found != wanted:
             raise InputError(
-                f"'{folder}' holds {found.get('recipe')} at scale {found.get('scale')}, not {recipe.name} at scale "
-                f"{scale}: choose another folder (--out)."
+                f"'{folder}' holds {found.get('recipe')} at scale {found.get('scale')}, not {wanted['recipe']} at "
+                f"scale {wanted['scale']}: choose another folder (--out)."
             )
-        return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"'{folder}' exists and is not a reproduction: choose a new or empty folder (--out).")
-    disk.make_folder(folder)
+        return
+    if any(folder.iterdir()):
+        raise _not_ours(folder)
     disk.write(folder / RECORD, json.dumps(wanted, indent=2) + "\n")
-    return folder
+
+
+def _not_ours(folder: Path) -> InputError:
+    return InputError(f"'{folder}' exists and is not a reproduction: choose a new or empty folder (--out).")
+
+
+def _damaged(cells: Sequence[Cell], folder: Path, failures: Mapping[str, str]) -> dict[str, str]:
+    """Why finished runs can't be read, by their names; one whose records were changed has failed."""
+    found: dict[str, str] = {}
+    for cell in cells:
+        try:
+            if cell.name not in failures:
+                finished_run(folder / "runs" / cell.name)
+        except InputError as error:
+            found[cell.name] = str(error)
+    return found
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -192,13 +226,14 @@ def _row(
     method, setting = cells[0].method, setting_of(cells[0].point.values())
     theirs, rule = published(recipe, method, setting), recipe.variant(method).rule
     done = {cell.seed: folder / "runs" / cell.name for cell in cells if cell.name not in failures}
-    values = [measured(path, recipe.compare, rule) for path in done.values()]
+    by_seed = {seed: measured(path, recipe.compare, rule) for seed, path in done.items()}
+    values = list(by_seed.values())
     notes = [theirs.note, *(failures[cell.name] for cell in cells if cell.name in failures)]
     row: dict[str, Any] = {
         "method": method, "setting": setting, "ours": fmean(values) if values else math.nan,
         "std": stdev(values) if len(values) > 1 else math.nan, "published": theirs.value,
         "published_std": theirs.std, "seeds": " ".join(map(str, done)), "scale": scale,
-        "note": "; ".join(note for note in notes if note),
+        "note": "; ".join(note for note in notes if note), "by_seed": by_seed,
     }  # fmt: skip
     target = recipe.entry.targets.get(setting)
     if target is not None:
@@ -216,12 +251,22 @@ def _with_differences(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> pd.D
         gains: dict[str, Any] = {"reference": reference or ""}
         for name, base in (("standalone", BASELINE), ("reference", reference)):
             other = found.get((base, row["setting"])) if base and base != row["method"] else None
-            for ours in ("ours", "published"):
-                gains[f"{ours}_minus_{name}"] = row[ours] - other[ours] if other else math.nan
+            gains[f"ours_minus_{name}"] = _gain(row["by_seed"], other["by_seed"]) if other else math.nan
+            gains[f"published_minus_{name}"] = row["published"] - other["published"] if other else math.nan
         gains["gain_difference"] = gains[f"ours_minus_{recipe.base}"] - gains[f"published_minus_{recipe.base}"]
         complete.append({**row, **gains})
     columns = [*COLUMNS, *(COST_COLUMNS if recipe.entry.targets else [])]
     return pd.DataFrame(complete, columns=columns).round(4)
+
+
+def _gain(ours: Mapping[int, float], base: Mapping[int, float]) -> float:
+    """The mean difference over the seeds that both have: seeds differ more than methods do.
+
+    >>> _gain({0: 51.0, 1: 70.0}, {0: 50.0})
+    1.0
+    """
+    shared = ours.keys() & base.keys()
+    return fmean(ours[seed] - base[seed] for seed in shared) if shared else math.nan
 
 
 def _series(recipe: Recipe, cells: Sequence[Cell], folder: Path) -> pd.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from polyfed.config import Experiment
@@ -35,3 +36,5 @@ class Interrupted(RunError):
     """The run was asked to stop and can be resumed."""
 
     exit_status = 130
+    failures: Mapping[str, str] = MappingProxyType({})
+    """Where several runs were stopped, why some of them had failed before, by name."""

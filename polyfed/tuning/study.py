@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.outcomes import check_metric, without
-from polyfed.comparison.plan import check_seeds, nested
+from polyfed.comparison.plan import checked_seeds, nested
 from polyfed.comparison.runner import finish
 from polyfed.comparison.together import Run, finish_together, grouped, most_together
 from polyfed.config import Experiment, merged
@@ -87,8 +86,8 @@ def tune(
     >>> tune(["fedproto", "standalone"], out="search", trials=10, rounds=10)           # doctest: +SKIP
     """
     _need_optuna()
-    given, seeds = as_space(search or {}, sampler), parse_seeds(seeds) if isinstance(seeds, str) else seeds
-    _check(methods, trials, seeds, given, settings)
+    given, seeds = as_space(search or {}, sampler), checked_seeds(seeds)
+    _check(methods, trials, given, settings)
     base = checked(**{**settings, "method": "standalone"})
     chosen, together = check_metric(metric, base.data), most_together(base, together)
     plan = {
@@ -96,7 +95,7 @@ def tune(
             **base.model_dump(mode="json", exclude={"method", "seed"}),
             "method": dict(settings.get("method", {})),
         },
-        "seeds": list(seeds), "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
+        "seeds": seeds, "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
         "prune": prune, "metric": chosen,
     }  # fmt: skip
     with TuneFolder.claimed(Path(out), plan, chosen) as folder:
@@ -172,9 +171,12 @@ class _Study:
         self.points = grid_points(space, seeds[0], method) if sampler == "grid" else None
         self.prune = prune
         self.study = _new_study()
+        rounds = checked(**self.settings).rounds
         for trial in folder.of(method):
             if set(trial.settings) != set(space):
                 raise folder.unreadable(f"trial {trial.number + 1} of {method} has other settings than are searched")
+            if trial.state == "finished" and max(trial.curve, default=0) != rounds:  # later ones are pruned by it
+                raise folder.unreadable(f"the curve of trial {trial.number + 1} of {method} is not complete")
             try:
                 self._told(trial)
             except (ValueError, TypeError) as error:  # Optuna's complaints
@@ -366,9 +368,7 @@ def _best_settings(
     return {name: value for name, value in content.items() if value not in ({}, None)} | {"tuned": origin}
 
 
-def _check(
-    methods: Sequence[str], trials: int, seeds: Sequence[int], given: Mapping[str, Domain], settings: Mapping[str, Any]
-) -> None:
+def _check(methods: Sequence[str], trials: int, given: Mapping[str, Domain], settings: Mapping[str, Any]) -> None:
     if isinstance(methods, str) or not methods or len(set(methods)) != len(methods):
         raise InputError("name the methods to tune in a list, each once.")
     for name, remedy in UNNAMED.items():
@@ -376,7 +376,6 @@ def _check(
             raise InputError(f"a search writes its best settings to files, so {name} must have a name there: {remedy}.")
     if trials < 1:
         raise InputError(f"trials is {trials}, but must be at least 1.")
-    check_seeds(seeds)
     for method in methods:
         find_method(method)
     split = str(checked(**{**settings, "method": "standalone"}).split)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
 
 import polyfed
-from polyfed.comparison.compare import parse_seeds
 from polyfed.comparison.outcomes import ROUNDS
+from polyfed.comparison.plan import parse_seeds
 from polyfed.errors import InputError
 from polyfed.server.federation import Federation
 from tests.shell import Shell, is_one_sentence
@@ -192,6 +194,23 @@ def test_from_python_with_data_networks_and_methods_of_one_s_own(tmp_path: Path)
     assert isinstance(found, polyfed.Comparison)
     assert found.failures == {} and found.table["method"].tolist() == ["standalone", "half"]
     assert found.noise is None and found.table["noise_floor"].isna().all()
+
+
+def test_other_data_of_the_same_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    """Seeds that were added would have other samples than those that are there."""
+    data = tiny_dataset()
+    given: dict[str, Any] = {
+        "models": [Narrow],
+        "clients": 4,
+        "rounds": 1,
+        "batch_size": 8,
+        "device": "cpu",
+        "out": tmp_path / "out",
+    }
+    polyfed.compare(["standalone"], seeds=[0], data=data, noise_floor=False, **given)
+    with pytest.raises(InputError, match="standalone-seed0 in .* has other data than are given now"):
+        polyfed.compare(["standalone"], seeds=[0, 1], data=replace(data, images=255 - data.images), **given)
+    assert [path.name for path in (tmp_path / "out" / "runs").iterdir()] == ["standalone-seed0"]
 
 
 def test_seeds_as_people_write_them() -> None:

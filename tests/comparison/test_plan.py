@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polyfed.comparison.plan import Cell, concerns, folder_name, grid, plan
+from polyfed.comparison.plan import Cell, checked_seeds, concerns, folder_name, grid, plan
 from polyfed.errors import InputError
 
 
@@ -142,3 +142,11 @@ def test_a_cell_knows_its_folder() -> None:
     (cell,) = plan(["fedproto"], [2], {}, {"clients": [3]})
     assert isinstance(cell, Cell)
     assert cell.name == "fedproto-clients=3-seed2"
+
+
+def test_seeds_may_be_any_list_or_a_text() -> None:
+    for seeds in ("0-2,7", [0, 1, 2, 7], (seed for seed in (0, 1, 2, 7))):
+        assert checked_seeds(seeds) == [0, 1, 2, 7]
+    for wrong, words in ((3, "must be a list"), ([], "no seed"), (["0"], "whole number"), ([0, 0], "twice")):
+        with pytest.raises(InputError, match=words):
+            checked_seeds(wrong)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def test_a_missing_run_leaves_the_pairs_that_there_are() -> None:
     assert math.isnan(found["difference_low"]) and math.isnan(found["p_holm"])
     notes = " ".join(notes_on(CELLS, outcomes, Question()))
     assert "fewer than 3 seeds" in notes and "Some runs are missing" in notes
+    other = {name: found for name, found in OUTCOMES.items() if name[-1] != ("0" if "proto" in name else "1")}
+    assert "means are over different seeds" in " ".join(notes_on(CELLS, other, Question()))  # though as many
     nothing = table_of(CELLS, {}, Question())
     assert nothing["seeds"].tolist() == [0, 0, 0] and nothing["accuracy_final_mean"].isna().all()
 
@@ -149,6 +152,15 @@ def test_runs_on_other_data_do_not_belong_together() -> None:
         with pytest.raises(InputError, match=f"{fact} of fedproto-seed1 and of standalone-seed1 are not the same"):
             check_same_federation(CELLS, strange)
     check_same_federation(CELLS, OUTCOMES)
+
+
+def test_seeds_must_have_the_same_data_unless_each_run_scales_its_own() -> None:
+    facts = [{"the data": "a", "the partition": "one"}, {"the data": "b", "the partition": "two"}]
+    for data, refused in (("npz:mine.npz", True), ("folder:mine", True), ("table:mine.csv?label=kind", False)):
+        cells = plan(["standalone"], [0, 1], {"data": data})
+        outcomes = {cell.name: outcome(0.5, [0.5], facts=own) for cell, own in zip(cells, facts, strict=True)}
+        with pytest.raises(InputError, match="the data of standalone-seed1") if refused else nullcontext():
+            check_same_federation(cells, outcomes)
 
 
 def test_only_a_clear_lead_is_bold_in_every_format() -> None:

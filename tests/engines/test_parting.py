@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from polyfed.engines.together import joint
-from polyfed.engines.together.fit import misfit, same
+from polyfed.engines.together.fit import alike, misfit, same
 from polyfed.message import Message, State
-from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Method
+from polyfed.methods import FedProto
+from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.seeds import derive
 from tests import support
@@ -224,6 +226,146 @@ def test_what_can_not_train_together_says_why(tmp_path: Path) -> None:
     assert_same(tmp_path, runs)
     assert notes(tmp_path, "one") == []
     assert notes(tmp_path, "other") == ["this run does not train together with the others: training.epochs is 2, not 1"]
+
+
+class Times(torch.nn.Module):
+    """Multiplies by a number that is neither a parameter nor a buffer."""
+
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by[0]
+
+
+class Held(Careful):
+    """Keeps its weight inside of a function or a module."""
+
+    name = "held"
+    hold: Any = staticmethod(lambda weight: lambda values: values * weight)
+
+    def __init__(self, config: Any, task: Any, training: Any) -> None:
+        super().__init__(config, task, training)
+        self.weighted = type(self).hold(config.weight)
+
+    def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
+        values: Tensor = self.weighted(cross_entropy(net(batch.x), batch.y))
+        return values
+
+
+class HeldInPartial(Held):
+    name, hold = "held-in-partial", staticmethod(lambda weight: partial(torch.mul, torch.tensor(weight)))
+
+
+class HeldInModule(Held):
+    name, hold = "held-in-module", staticmethod(lambda weight: Times([weight]))
+
+
+class Itself(Held):
+    """A function that finds the weight in the method's settings, as any loss does."""
+
+    name = "itself"
+
+    def __init__(self, config: Any, task: Any, training: Any) -> None:
+        super().__init__(config, task, training)
+        self.weighted = lambda values: values * self.config.weight
+
+
+class Scaled(FedProto):
+    """Prototypes of scaled features, made with the scale outside of the loss."""
+
+    name = "scaled"
+
+    class Config(FedProto.Config):
+        weight: float | None = None
+        scale: float = 1.0
+
+    config: Config
+
+    @property
+    def collect(self) -> Collect:  # type: ignore[override]
+        scale = self.config.scale
+        return Collect(of=lambda net, x: scale * net.features(x))
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "kept"),
+    [
+        (Held, "weight", "weighted"),
+        (HeldInPartial, "weight", "weighted"),
+        (HeldInModule, "weight", "weighted"),
+        (Scaled, "scale", "collect"),
+        (Itself, "weight", None),
+    ],
+)
+def test_a_number_that_a_method_has_put_into_something_is_found(method: Any, option: str, kept: str | None) -> None:
+    """The common losses would have that of the first run for all."""
+    one, two = (support.population({"name": method, option: number}, data=DATA) for number in (0.1, 2.0))
+    assert misfit(one, two) == (kept and f"its method keeps another {kept}")
+    assert misfit(one, one) is None
+
+
+class Drawn(support.Narrow):
+    """Draws a factor when it is built, and keeps it where its state does not have it."""
+
+    keep: Any = staticmethod(lambda factor: [float(factor)])
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(input_shape, classes)
+        self.kept = type(self).keep(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.body(x) * self.kept[0])
+        return logits
+
+
+class DrawnTensor(Drawn):
+    keep = staticmethod(lambda factor: factor[None])
+
+
+class Listing(Drawn):
+    """Lists how often it is trained."""
+
+    keep = staticmethod(lambda factor: [1.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[0] += 0.1 * self.training
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Drawn, "their networks Drawn differ in more than their weights"),
+        (DrawnTensor, "their networks DrawnTensor differ in more than their weights"),
+        (Listing, "the network Listing changes attributes of its own"),
+    ],
+)
+def test_what_a_network_keeps_outside_of_its_state_is_never_mixed(tmp_path: Path, model: Any, words: str) -> None:
+    runs = seeds("standalone", 2, models=[model], rounds=1)
+    assert run_both(tmp_path, runs) == {}
+    assert_same(tmp_path, runs)
+    assert notes(tmp_path, "seed0") == notes(tmp_path, "seed1") == [f"the runs do not train together: {words}"]
+
+
+class Recurrent(torch.nn.Module):
+    """With a hook, a parametrised layer and a recurrent one: nothing here depends on the run."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.LSTM(6, 6, batch_first=True)
+        self.out = torch.nn.Linear(6, classes)
+        self.rows.register_forward_hook(lambda layer, given, found: found)
+        torch.nn.utils.parametrizations.weight_norm(self.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.rows(x[:, 0])[0][:, -1])
+        return logits
+
+
+def test_networks_that_differ_in_their_states_alone_are_alike() -> None:
+    assert alike(Recurrent(4), Recurrent(4)) and not alike(Recurrent(4), Recurrent(5))
 
 
 def test_values_are_compared_by_what_they_hold() -> None:

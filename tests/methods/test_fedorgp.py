@@ -1,5 +1,6 @@
 """FedORGP, with numbers worked out by hand."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from polyfed.errors import BadMessage, DivergedError
 from polyfed.message import Message
 from polyfed.methods.base import Batch, Reply
 from polyfed.methods.fedorgp import orthogonality_loss
-from polyfed.methods.parts.tools import cosine
+from polyfed.methods.parts.tools import ClassVectors, cosine
 from tests import support
 from tests.methods import parity
 
@@ -213,3 +214,13 @@ def test_it_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("classes", "expected"), [(10, (1_000, 5_000)), (100, (5_000, 50_000))])
 def test_traffic_is_the_closed_form(tmp_path: Path, classes: int, expected: tuple[int, int]) -> None:
     assert support.traffic(tmp_path, "fedorgp", classes) == expected
+
+
+def test_features_without_a_direction_are_equally_far_from_all_prototypes() -> None:
+    """Prototypes have length one up to rounding, which would decide differently in each engine."""
+    held = ClassVectors(6, 5)
+    held.vectors[:] = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    held.vectors[4] = 0  # as far as nothing
+    held.known[:5] = True
+    scores = held.closeness(torch.zeros(2, 5), directions=True)
+    assert scores.tolist() == [[-1, -1, -1, -1, 0, -math.inf]] * 2

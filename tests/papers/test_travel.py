@@ -17,11 +17,12 @@ from papers import collect as collecting
 from papers import run as running
 from papers.campaign import FOLDER, Run, read_campaign
 from papers.collect import collect
-from papers.page import main
+from papers.page import comparisons_of, main
 from papers.records import Record, append, read_records
+from polyfed.comparison import runner
 from polyfed.comparison.plan import Cell
 from polyfed.comparison.runner import finish
-from polyfed.errors import InputError
+from polyfed.errors import InputError, RunError
 from polyfed.server.federation import Interrupted
 from tests.papers.tiny import TINY, record, written
 
@@ -97,6 +98,23 @@ def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureF
     assert command(papers, "--minutes", "0") == 0
     out = capsys.readouterr().out
     assert "stopped with 0 of 6 runs done; the same command continues" in out and "0 of 6 runs recorded" in out
+
+
+def test_a_run_that_failed_before_the_deadline_is_named_at_the_end(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(running.Overseer, "stop_requested", property(lambda self: bool(ended)))
+
+    def fails(*given: Any) -> dict[str, BaseException]:
+        ended.append(True)
+        return {name: RunError("no more memory") for name in given[0]}
+
+    monkeypatch.setattr(runner, "finish_group", fails)
+    assert command(papers) == 1
+    shown = capsys.readouterr()
+    assert "standalone-seed0 failed: no more memory" in shown.err and "0 of 6 runs recorded" in shown.out
+    assert "1 failed" in shown.out
 
 
 def test_runs_that_the_deadline_stops_say_how_far_they_are(
@@ -274,3 +292,41 @@ def test_contradictions_are_refused(papers: Path) -> None:
         collect([], papers / "results", papers / "campaign.yaml")
     (papers / "results" / "tiny.jsonl").write_text(before[:-5])  # cut off while it was written
     assert len(read_records([papers / "results"])) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rounds": [1, 2], "curves": {"classifier": [0.1, 0.5]}}, "recorded up to round 2, but the campaign has 1"),
+        ({"curves": {"classifier": [0.1, 0.5]}}, "line 1 of .* is no record"),
+        ({"accuracy": None}, "line 1 of .* is no record"),
+        ({"settings": None}, "line 1 of .* is no record"),
+        ({"seed": [0]}, "line 1 of .* is no record"),
+        ({"date": "\udc00"}, "line 1 of .* is no record"),
+    ],
+)
+def test_a_record_of_a_shorter_run_or_a_part_of_one_is_refused(
+    papers: Path, change: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = record(read_campaign(papers / "campaign.yaml").runs()[0], 0.5) | change
+    line = json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    (papers / "results" / "tiny.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(InputError, match=words):
+        main(papers, papers)
+    assert command(papers) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_kept_record_that_was_cut_off_is_named(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = read_campaign(papers / "campaign.yaml").runs()[0].cell.name
+    (papers / "work" / "records").mkdir(parents=True)
+    (papers / "work" / "records" / f"{name}.json").write_text('{"entry": "ti')
+    assert command(papers) == 2
+    assert f"{name}.json' is no record: remove it" in capsys.readouterr().err
+
+
+def test_a_missing_mean_of_best_rounds_is_left_out(papers: Path) -> None:
+    """Of clients without test samples there is none."""
+    written(papers, lambda run: record(run, 0.5) | ({"own_best": None} if run.seed else {}))
+    (given,) = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
+    assert given.own_best("standalone", "n10/cifar10") == {0: pytest.approx(55)}

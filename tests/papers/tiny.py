@@ -36,7 +36,7 @@ def record(run: Run, accuracy: float, **more: Any) -> Record:
         "entry": run.entry, "setting": run.setting, "method": run.row, "seed": run.seed, "settings": run.told,
         "polyfed": "0.2", "commit": "abc", "torch": "2.15", "machine": "a GPU", "date": "2026-11-16", "seconds": 3.0,
         "accuracy": by_rule, "own_best": accuracy + 0.05, "costs": {**sent, "floats_last_round": 2e6},
-        "rounds": [1, 2], "curves": dict.fromkeys(by_rule, [0.1, accuracy]), **more,
+        "rounds": [run.config.rounds], "curves": dict.fromkeys(by_rule, [accuracy]), **more,
     }  # fmt: skip
 
 

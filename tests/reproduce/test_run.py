@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from polyfed import api
 from polyfed.engines.together.joint import JointEngine
-from polyfed.errors import InputError
+from polyfed.errors import InputError, RunError
+from polyfed.records.claim import locked
 from polyfed.reproduce import run as running
 from polyfed.reproduce.measures import costs, measured, series
 from polyfed.reproduce.recipes import Compare, Recipe, find_recipe, recipes
@@ -46,7 +48,7 @@ def test_a_trial_of_every_recipe_runs(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def row(method: str, setting: str, ours: float, published: float) -> dict[str, object]:
-    return {"method": method, "setting": setting, "ours": ours, "published": published}
+    return {"method": method, "setting": setting, "ours": ours, "published": published, "by_seed": {0: ours}}
 
 
 def test_gains_are_over_the_baseline_of_the_same_setting() -> None:
@@ -297,3 +299,49 @@ def test_a_failed_run_is_named_and_the_others_count(shell: Shell, tmp_path: Path
     assert math.isnan(table.loc["standalone", "ours"])
     assert "clients" in table.loc["standalone", "note"]
     assert not math.isnan(table.loc["fedssa", "ours"])
+
+
+def test_gains_are_over_the_seeds_that_both_have(out: Path, tmp_path: Path) -> None:
+    """Without Standalone's second run, the gain is that of the first seed alone."""
+    folder = tmp_path / "out"
+    shutil.copytree(out, folder)
+    missing = next(folder.glob("runs/standalone-*-seed1/config.yaml"))
+    missing.write_text(missing.read_text().replace("clients: 4", "clients: 3"))
+    done = reproduce("fedssa-table2", folder, scale="smoke", methods=["standalone", "fedproto"], seeds=[0, 1])
+    table = done.table.set_index("method")
+    assert table["seeds"].tolist() == ["0", "0 1"]
+    proto, alone = (measured(next(folder.glob(f"runs/{m}-*-seed0")), Compare(), None) for m in table.index[::-1])
+    assert table.loc["fedproto", "ours_minus_standalone"] == pytest.approx(proto - alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("record", ["evaluations.csv", "rounds.csv"])
+@pytest.mark.parametrize("wrong", ["1,test,prototypes,0.99", ""], ids=["edited", "cut off"])
+def test_a_run_whose_records_were_changed_has_failed(out: Path, tmp_path: Path, record: str, wrong: str) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(out, folder)
+    file = next(folder.glob("runs/fedproto-*-seed1")) / record
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0], *([re.sub(r"^[^.]*[.][0-9]+", wrong, lines[1])] if wrong else [])]) + "\n")
+    done = reproduce("fedssa-table2", folder, scale="smoke", methods=["standalone", "fedproto"], seeds=[0, 1])
+    ((name, reason),) = done.failures.items()
+    assert name.startswith("fedproto") and f"{record} has changed since the run ended" in reason
+    assert done.table.set_index("method")["seeds"].tolist() == ["0 1", "0"]
+
+
+def test_a_folder_that_can_not_be_written_to_is_one_sentence(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="can't write to .*file/out"):
+        reproduce("fedssa-table2", tmp_path / "file" / "out", scale="smoke", methods=["standalone"])
+    with pytest.raises(InputError, match="is not a reproduction"):
+        reproduce("fedssa-table2", tmp_path / "file", scale="smoke", methods=["standalone"])
+    folder = tmp_path / "out"
+    shutil.copytree(out, folder)
+    (folder / "reproduction.csv").unlink()
+    (folder / "reproduction.csv").mkdir()
+    with pytest.raises(RunError, match="the table can't be written to .* all runs are kept"):
+        reproduce("fedssa-table2", folder, scale="smoke", methods=["standalone"])
+
+
+def test_another_process_can_not_work_in_the_same_folder(out: Path) -> None:
+    with locked(out), pytest.raises(InputError, match="another process is working on"):
+        reproduce("fedssa-table2", out, scale="smoke", methods=["standalone"], seeds=[0])

@@ -76,7 +76,7 @@ def test_the_command_shows_trials_and_notes_but_no_rounds(
 def test_a_value_is_the_mean_validation_accuracy_over_the_seeds(tmp_path: Path) -> None:
     search = {"training.lr": Choices((0.05,))}
     (found,) = tune(
-        ["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[4, 7], keep_runs=True, **SETTINGS
+        ["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds="4,7", keep_runs=True, **SETTINGS
     )
     values = []
     for seed in (4, 7):
@@ -285,6 +285,15 @@ def test_damaged_trials_are_one_sentence_and_stay_as_they_are(tmp_path: Path, ol
     with pytest.raises(InputError, match="the trials in '.*' can't be read .*restore trials.csv"):
         tune(["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[1], **SETTINGS)
     assert file.read_bytes() == before
+
+
+def test_a_curve_that_was_cut_off_prunes_nothing(tmp_path: Path) -> None:
+    search = {"training.lr": Choices((0.05,))}
+    tune(["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[1], **SETTINGS)
+    file = tmp_path / "curves.csv"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(InputError, match="curve of trial 1 of standalone is not complete.*restore .* curves.csv"):
+        tune(["standalone"], out=tmp_path, trials=1, search=search, sampler="grid", seeds=[1], **SETTINGS)
 
 
 def test_a_picture_shows_the_best_value_over_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,8 @@ class PhaseStep:
         self.momentum = {n: torch.zeros_like(t) for n, t in self.trained.items()} if moves else {}
         self.total = torch.zeros(size, device=population.device)
         self.sums: Tensor | None = None
+        self._changing: list[str] = []
+        """Buffers that the network changes itself, beside the statistics of batch norm."""
 
     def _number(self, name: str) -> float | Tensor:
         """A number of the training: a value for each client where they differ, otherwise the same for all."""
@@ -153,6 +155,8 @@ class PhaseStep:
         self.masks = Masks(calls, len(self.total), self.total.device)
         with torch.set_grad_enabled(decays):
             average, seen = self._client_loss(trained, frozen, batch | _first(self.masks.draw((), (), samples)))
+        of_norms = _buffers_of_norms(self._network)
+        self._changing = [name for name, tensor in frozen.items() if tensor._version and name not in of_norms]
         if decays:
             self._leave_out_unreached(trained, average)
         if "vectors" in seen:
@@ -173,19 +177,48 @@ class PhaseStep:
         short, padded = self.masks.trial(samples, samples + 1)
         batches = (batch | {"mask": real[:-1]} | short, _resized(batch, samples + 1) | {"mask": real} | padded)
         coarse, self.bf16 = self.bf16, False  # its rounding would hide small differences
-        one, two = (self._flat_gradient(each) for each in batches)
+        one, two = (self._learned(each)[0] for each in batches)
         self.bf16 = coarse
         if not bool((one - two).norm() <= 0.05 * one.norm()):
             raise RuntimeError("its dropout layers see the samples of a batch in an order that depends on their number")
 
-    def _flat_gradient(self, batch: State) -> Tensor:
-        """The first client's gradient on its batch, as one vector; on the CPU.
+    def check_padding(self, inputs: State, tolerance: float) -> None:
+        """Raise if padding would change the gradient, or what the network writes into its buffers.
+
+        It does if the network compares the samples of a batch, or the loss does so without regard to the mask.
+        """
+        self.set_modes()
+        batch = _first(self._batch(inputs))
+        samples = len(batch["y"])
+        real = torch.arange(2 * samples, device=batch["mask"].device) < samples
+        short, padded = self.masks.trial(samples, 2 * samples)
+        twice = {name: torch.cat([tensor, tensor[:1].expand_as(tensor)]) for name, tensor in batch.items()}
+        alone = batch | {"mask": real[:samples]} | short
+        coarse, self.bf16 = self.bf16, False
+        one, again, two = (self._learned(each) for each in (alone, alone, twice | {"mask": real} | padded))
+        self.bf16 = coarse
+
+        def differ(found: Tensor, other: Tensor) -> bool:
+            return bool((found - other).norm() > tolerance * found.norm())
+
+        if any(map(differ, one, again)):  # it counts its calls, for instance, so nothing can be said about padding
+            return
+        if any(map(differ, one, two)):
+            raise RuntimeError(
+                "what it learns from a sample depends on the others of the batch, so padding would change it"
+            )
+
+    def _learned(self, batch: State) -> tuple[Tensor, Tensor]:
+        """The first client's gradient on its batch, and the buffers that change, each as one vector; on the CPU.
 
         A GPU may round more (TF32), which batch norm of few samples multiplies, and prepares for every new shape.
         """
         given = tree_map(lambda tensor: tensor.to("cpu", copy=True), (_first(self.trained), _first(self.frozen), batch))
         gradients, _ = grad(self._client_loss, has_aux=True)(*given)
-        return torch.cat([gradient.flatten() for gradient in gradients.values()])
+        changed = {name: given[1][name] for name in self._changing}
+        parts = ([tensor.double().flatten() for tensor in each.values()] for each in (gradients, changed))
+        gradient, buffers = (torch.cat([torch.zeros(0), *part]) for part in parts)
+        return gradient, buffers
 
     def reset(self) -> None:
         """Start a phase afresh."""
@@ -208,8 +241,13 @@ class PhaseStep:
 
     def __call__(self, inputs: State) -> None:
         batch = self._batch(inputs)
+        active = _active(batch["mask"])
+        before = {name: self.frozen[name].clone() for name in self._changing}
         gradients, seen = for_each(self._gradient, self.trained, self.frozen, batch)
-        self._update(gradients, _active(batch["mask"]))
+        for name, tensor in before.items():  # a client that has finished learns nothing from the batch it gets anyway
+            chosen = active.view(-1, *[1] * (tensor.ndim - 1))
+            self.frozen[name].copy_(torch.where(chosen, self.frozen[name], tensor))
+        self._update(gradients, active)
         self.total += seen["total"]
         if self.sums is not None:
             belongs = nn.functional.one_hot(batch["y"], self._classes) * batch["mask"][..., None]
@@ -304,6 +342,12 @@ def unstackable(network: nn.Module) -> str | None:
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.running_mean is not None:
             return "it has instance norm with running statistics, which a padded batch would change"
     return None
+
+
+def _buffers_of_norms(network: nn.Module) -> set[str]:
+    """The buffers of batch norms, by their names in a state."""
+    norms = {id(b) for m in network.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+    return {name for name, buffer in network.named_buffers() if id(buffer) in norms}
 
 
 def normed_phases(network: ClientNetwork, phases: Sequence[Phase]) -> set[str]:

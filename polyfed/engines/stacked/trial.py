@@ -21,6 +21,8 @@ from polyfed.population import Population
 
 CHECKED = 8
 """Samples with which dropout masks are checked: batch norm of fewer has gradients that are mostly rounding."""
+FEW = 3
+"""Samples with which padding is checked where there is no batch norm."""
 
 
 @dataclass
@@ -111,6 +113,10 @@ class Trial:
                     several = new_plan(people, twice, min(CHECKED, width), 2, phase, 0)
                     step.check_masks(several.on(people.device).at(0))
                 step(inputs | step.masks.draw((), (), few))
+                if not alone and not people.is_ours(client):
+                    count, tolerance = (CHECKED, 0.05) if phase.name in found.normed else (FEW, 1e-3)
+                    others = new_plan(people, twice, min(count, width), 2, phase, 0)
+                    step.check_padding(others.on(people.device).at(0), tolerance)
         network.eval()
         state |= numbers
         with torch.no_grad():

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from functools import partial
 from math import inf
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from torch import Tensor, nn
 
 from polyfed.engines.stacked.numbers import METHOD, RATE, TRAINING, is_cached
 from polyfed.methods.base import Method, Phase
-from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
 RATES = ("lr", "momentum", "weight_decay", "clip")
 """Numbers of the training that may differ between runs."""
-PLAIN = (int, float, str, bool, tuple, type(None))
+STATE = (
+    "_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs", "flatten_parameters"
+)  # fmt: skip
+"""Attributes of a module that hold its state, or what phases and engines set; recurrent layers list their weights."""
+Pairs = dict[tuple[int, int], tuple[object, object]]
 
 
 def misfit(first: Population, other: Population) -> str | None:
@@ -73,14 +77,20 @@ def _other_method(first: Population, other: Population) -> str | None:
 def differs_in(one: Method, two: Method) -> str | None:
     """The first attribute beside their settings in which two methods differ, or None."""
     ours, theirs = map(_kept, (one, two))
-    differing = [name for name in ours.keys() | theirs.keys() if not same(ours.get(name), theirs.get(name))]
+    # A function that took a method along finds that method's own settings, like any function of its class.
+    known: Pairs = {(id(one), id(two)): (one, two)}
+    differing = [n for n in ours.keys() | theirs.keys() if not same(ours.get(n), theirs.get(n), dict(known))]
     return min(differing, default=None)
 
 
 def _kept(method: Method) -> dict[str, Any]:
-    """A method's attributes, without its settings and what it computes when it is first needed."""
+    """A method's attributes, without its settings and what it computes when it is first needed.
+
+    What engines ask for before they know a client's numbers is always among them.
+    """
     own = ("config", "task", "training")
-    return {n: v for n, v in vars(method).items() if n not in own and not is_cached(method, n)}
+    kept = {n: v for n, v in vars(method).items() if n not in own and not is_cached(method, n)}
+    return kept | {"collect": method.collect, "probe": method.probe}
 
 
 def _other_phases(first: Population, other: Population) -> str | None:
@@ -92,44 +102,71 @@ def _other_phases(first: Population, other: Population) -> str | None:
     return None if ours == theirs else "its phases are others"
 
 
-def same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
-    """Whether two objects hold the same values; what holds none (a function) is not compared.
+def same(one: Any, two: Any, seen: Pairs | None = None) -> bool:
+    """Whether two objects hold the same values; functions hold what they were made with.
 
-    `above` are the objects that hold these, which are not looked at again.
+    `seen` are pairs of objects that are not looked at again, by their ids.
 
     >>> same({"a": (1, [2])}, {"a": (1, [2])}), same([1], [2]), same(min, max)
-    (True, False, True)
+    (True, False, False)
     """
+    seen = {} if seen is None else seen
+    pair = id(one), id(two)
+    if one is two or pair in seen:
+        return True
     if type(one) is not type(two):
         return False
-    if one is two or id(one) in above:
-        return True
+    seen[pair] = one, two  # which also keeps both, so that their ids stay theirs
+    each = partial(same, seen=seen)
     if isinstance(one, Tensor | np.ndarray):
         return one.shape == two.shape and bool((one == two).all())
-    if isinstance(one, (int, float, str, bytes, Set)):
+    if isinstance(one, (int, float, str, bytes, Set, type)):
         return bool(one == two)
-    each = partial(same, above=(*above, id(one)))
-    if isinstance(one, nn.Module):
-        return str(one) == str(two) and each(one.state_dict(), two.state_dict())
     if isinstance(one, Mapping):
         return one.keys() == two.keys() and all(each(one[key], two[key]) for key in one)
     if isinstance(one, Sequence):
         return len(one) == len(two) and all(map(each, one, two))
-    if callable(one) or not hasattr(one, "__dict__"):
-        return True
-    return each(vars(one), vars(two))
+    if isinstance(one, FunctionType):
+        return one.__code__ == two.__code__ and each(_captured(one), _captured(two))
+    if isinstance(one, MethodType):
+        return each(one.__func__, two.__func__) and each(one.__self__, two.__self__)
+    if isinstance(one, partial):
+        return each((one.func, one.args, one.keywords), (two.func, two.args, two.keywords))
+    return each(vars(one), vars(two)) if hasattr(one, "__dict__") else bool(one == two)
 
 
-def look(network: ClientNetwork) -> list[tuple[str, str, dict[str, Any]]]:
-    """A network's modules with their plain attributes, which its state does not contain.
+def _captured(function: FunctionType) -> list[Any]:
+    """The values that a function took along when it was made."""
+    return [
+        function.__defaults__,
+        function.__kwdefaults__,
+        *(cell.cell_contents for cell in function.__closure__ or ()),
+    ]
 
-    Training mode is left out, because phases set it.
+
+def alike(one: nn.Module, two: nn.Module) -> bool:
+    """Whether two networks differ in nothing but their states; training mode, which phases set, does not count.
+
+    >>> alike(nn.Linear(1, 2), nn.Linear(1, 2)), alike(nn.Dropout(0.1), nn.Dropout(0.2))
+    (True, False)
     """
+    ours, theirs = dict(one.named_modules()), dict(two.named_modules())
+    if ours.keys() != theirs.keys():
+        return False
+    pairs = [(module, theirs[name]) for name, module in ours.items()]
+    seen: Pairs = {(id(module), id(other)): (module, other) for module, other in pairs}
+    return all(_kind(module) == _kind(other) and same(_plain(module), _plain(other), seen) for module, other in pairs)
 
-    def plain(module: nn.Module) -> dict[str, Any]:
-        return {name: v for name, v in vars(module).items() if isinstance(v, PLAIN) and name != "training"}
 
-    return [(name, type(module).__name__, plain(module)) for name, module in network.named_modules()]
+def _kind(module: nn.Module) -> tuple[str, str]:
+    """A module's class by name: parametrised ones have a class for each instance."""
+    return type(module).__module__, type(module).__qualname__
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes that its state does not contain; hooks without their numbers, which are never the same."""
+    kept = {name: value for name, value in vars(module).items() if name not in STATE}
+    return {name: list(value.values()) if "_hooks" in name else value for name, value in kept.items()}
 
 
 def differing_numbers(runs: Sequence[Population]) -> dict[str, list[float]]:

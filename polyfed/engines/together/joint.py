@@ -7,6 +7,7 @@ receives and uploads) comes from its own run, under its number there, so that ea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
@@ -18,7 +19,7 @@ from polyfed.engines.client.flops import ClientFlops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.stacked import Stack
-from polyfed.engines.together.fit import differing_numbers, differs_in, look
+from polyfed.engines.together.fit import alike, differing_numbers, differs_in
 from polyfed.engines.vectorized import VectorizedEngine
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
@@ -141,21 +142,24 @@ class JointEngine(VectorizedEngine):
         self.members = list(members)
         """Those whose runs have not ended."""
         self._beginners.clear()  # whose initial states are those of their runs
-        self._looks = self._common_looks()
-        """How networks look that have not been tried yet, by name."""
+        self._untried = self._common_networks()
+        """Copies of networks that have not been tried yet, by name."""
 
     @property
     def _present(self) -> int:
         return sum(len(member.population.data) for member in self.members)
 
-    def _common_looks(self) -> dict[str, object]:
-        """How networks look, by name; raises if they differ between runs in anything but their states."""
+    def _common_networks(self) -> dict[str, ClientNetwork]:
+        """Copies of the networks, by name; raises if they differ between runs in anything but their states."""
         examples = {(member, member.population.architectures[client].name): client for member, client in self.numbers}
-        looks: dict[str, object] = {}
+        found: dict[str, ClientNetwork] = {}
         for (member, name), client in examples.items():
-            if (seen := look(member.network(client))) != looks.setdefault(name, seen):
+            network = member.network(client)
+            if name not in found:
+                found[name] = deepcopy(network)
+            elif not alike(network, found[name]):
                 raise CannotStack(f"their networks {name} differ in more than their weights")
-        return looks
+        return found
 
     def _forget_first(self, client: int) -> None:
         member, own = self.places[client]
@@ -167,8 +171,8 @@ class JointEngine(VectorizedEngine):
 
     def _reason_for_the_loop(self, client: int) -> str | None:
         reason, name = super()._reason_for_the_loop(client), self._architecture(client)
-        untried = self._looks.pop(name, None)
-        if untried is not None and look(self._network(client)) != untried:
+        untried = self._untried.pop(name, None)
+        if untried is not None and not alike(self._network(client), untried):
             raise CannotStack(f"the network {name} changes attributes of its own")
         if reason is None:
             return None

@@ -129,6 +129,8 @@ class ClassVectors(nn.Module):
             vectors, own = unit_vectors(vectors), unit_vectors(own)
         # Not by expanding the square: its terms cancel, and a GPU may round them to 10 bits first.
         distances = torch.cdist(vectors, own, compute_mode="donot_use_mm_for_euclid_dist")
+        if directions:  # those of a zero vector are lengths of one, whose rounding must not decide
+            distances = torch.where(vectors.any(-1, keepdim=True), distances, own.any(-1).to(distances.dtype))
         return torch.where(self.known, -distances, -torch.inf)
 
 
