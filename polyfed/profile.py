@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from polyfed.errors import InputError
+from polyfed.errors import InputError, clients_named
 from polyfed.methods.base import Method
 from polyfed.models import SplitNetwork, parameter_count
 from polyfed.models.frozen import rest_of
@@ -97,15 +97,16 @@ def check_common(method: Method, profiles: Mapping[int, Profile]) -> None:
         if len(groups) > 1:
             (first, some), (second, others) = list(groups.items())[:2]
             raise InputError(
-                f"{method.name} needs {what} in every client, but {_clients(some, profiles)} have {first} and "
-                f"{_clients(others, profiles)} have {second}; {remedy}."
+                f"{method.name} needs {what} in every client, but {_having(some, profiles, first)} and "
+                f"{_having(others, profiles, second)}; {remedy}."
             )
 
 
-def _clients(numbers: Sequence[int], profiles: Mapping[int, Profile]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:3])
-    network = profiles[numbers[0]].network
-    return f"clients {shown}{', …' if len(numbers) > 3 else ''}" + (f" ({network})" if network else "")
+def _having(clients: Sequence[int], profiles: Mapping[int, Profile], value: Hashable) -> str:
+    """Who has what; with the network's name, unless that is what they have."""
+    network = profiles[clients[0]].network
+    named = f" ({network})" if network and network != value else ""
+    return f"{clients_named(clients)}{named} {'has' if len(clients) == 1 else 'have'} {value}"
 
 
 def samples_known(profiles: Iterable[Profile]) -> int | None:
