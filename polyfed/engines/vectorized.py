@@ -342,11 +342,8 @@ class VectorizedEngine(LocalEngine):
         self._steps.move_to_end(key)
         return self._steps[key]
 
-    def _stream_name(self, client: int) -> str:
-        return self._architecture(client) if self._apart else "all"
-
     def _stream(self, client: int) -> Stream:
-        name = self._stream_name(client)
+        name = self._architecture(client) if self._apart else "all"
         if name not in self._streams:
             self._streams[name] = Stream(self.population.device)
         return self._streams[name]
