@@ -260,7 +260,8 @@ def find_device(name: str) -> torch.device:
 @contextmanager
 def data_kept() -> Iterator[None]:
     """Inside, data that several experiments name are loaded once, and all of them have the same tensors."""
-    token = _kept.set({})
+    outer = _kept.get()
+    token = _kept.set({} if outer is None else outer)
     try:
         yield
     finally:

@@ -21,6 +21,8 @@ from polyfed.records.rows import as_csv
 from polyfed.yaml_text import parse_yaml
 
 State: TypeAlias = Literal["finished", "pruned", "failed"]
+DATA = "the data"
+"""What a plan calls the hash of its data, as run folders do."""
 TRIALS = ("method", "trial", "state", "{score}", "best_so_far", "seconds", "settings", "reason")
 CURVES = ("method", "trial", "round", "{score}")
 
@@ -185,12 +187,13 @@ def _settle(path: Path, plan: Mapping[str, Any]) -> None:
             raise InputError(f"'{path}' is not empty and holds no search: choose another folder with --out.")
         disk.write(file, yaml.safe_dump(dict(plan), sort_keys=False))
         return
-    found = {"metric": "accuracy", **_read_plan(file)}  # searches of earlier versions know no other
+    # What searches of earlier versions did not write: they know no other metric, and not what their data were.
+    found = {"metric": "accuracy", DATA: plan.get(DATA), **_read_plan(file)}
     for name in {**found, **plan}:
         if found.get(name) != plan.get(name):
             raise InputError(
                 f"'{path}' holds a search with {name} {found.get(name)!r}, not {plan.get(name)!r}: choose another "
-                "folder with --out, or the same settings."
+                "folder with --out, or the same settings and data."
             )
 
 

@@ -6,18 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyfed.assemble import data_facts, data_kept, named_data
 from polyfed.comparison.outcomes import check_metric
 from polyfed.comparison.plan import checked_seeds, nested
 from polyfed.comparison.together import most_together
+from polyfed.config import Experiment, merged
 from polyfed.config import experiment as checked
-from polyfed.config import merged
 from polyfed.data.splits import parse_split
 from polyfed.errors import InputError, RunError
 from polyfed.methods import find_method
 from polyfed.metrics import Metric
+from polyfed.resuming import enough_memory
 from polyfed.server.federation import Interrupted, Watcher
 from polyfed.tuning.pictures import draw_search
-from polyfed.tuning.records import Trial, Tuned, TuneFolder
+from polyfed.tuning.records import DATA, Trial, Tuned, TuneFolder
 from polyfed.tuning.space import Domain, Sampler, as_space, check_space, of_method, search_space
 from polyfed.tuning.study import Study, file_name
 
@@ -71,7 +73,8 @@ def tune(
         "seeds": seeds, "sampler": sampler, "search": {name: str(domain) for name, domain in given.items()},
         "prune": prune, "metric": chosen,
     }  # fmt: skip
-    with TuneFolder.claimed(Path(out), plan, chosen) as folder:
+    # What was hashed is what all trials have, even if the file changes meanwhile.
+    with data_kept(), TuneFolder.claimed(Path(out), plan | _facts(base), chosen) as folder:
         spaces = {method: search_space(method, given, sampler, settings) for method in methods}
         studies = [
             Study(folder, method, space, sampler, seeds, settings, prune, keep_runs, together, watcher or Watcher())
@@ -90,6 +93,12 @@ def tune(
                 f"the search can't continue: {error.strerror or error}; when that is fixed, the same command continues."
             ) from error
     return found
+
+
+def _facts(base: Experiment) -> dict[str, str]:
+    """The hash of the data, by which a search that continues recognises them."""
+    with enough_memory("the data"):
+        return {DATA: data_facts(named_data(base), [])[DATA]}
 
 
 def _check_equal(folder: TuneFolder, methods: Sequence[str], trials: int) -> None:

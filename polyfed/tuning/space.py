@@ -184,7 +184,7 @@ FIXED = {
     "method": "name the methods as arguments.",
     "rounds": "every trial has the same number of rounds; set it with --rounds.",
     "split": "trials with other splits have other validation samples.",
-    "data": "trials on other data can't be compared.",
+    **dict.fromkeys(("data", "data_folder", "label", "client", "image"), "trials on other data can't be compared."),
 }
 """What can't be searched, and why."""
 

@@ -24,7 +24,7 @@ from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import Trial
 from polyfed.tuning.space import check_space
 from tests.shell import Shell
-from tests.support import Wide
+from tests.support import Wide, tiny_dataset
 
 pytest.importorskip("optuna", reason="tuning needs the extra polyfed[tune]")
 
@@ -162,6 +162,29 @@ def test_more_trials_extend_a_search_and_another_search_is_refused(tmp_path: Pat
     assert (tmp_path / "trials.csv").read_bytes() == before
 
 
+def test_a_search_whose_data_have_changed_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """Its trials would have been on other samples than those that are there."""
+    data = tiny_dataset()
+    pixels, labels = data.images.numpy(), data.labels.numpy()
+    file, out = tmp_path / "mine.npz", tmp_path / "search"
+    np.savez(file, x=pixels, y=labels)
+    given = {**SETTINGS, "rounds": 1, "data": f"npz:{file}", "out": out, "sampler": "grid", "search": LR, "seeds": [1]}
+    tune(["standalone"], trials=1, **given)
+    np.savez(file, x=255 - pixels, y=labels)
+    with pytest.raises(InputError, match="holds a search with the data '120 samples .* choose another folder with --o"):
+        tune(["standalone"], trials=2, **given)
+    assert len(table(out)) == 1 and not any((out / "runs").iterdir())
+
+
+def test_data_that_change_during_a_search_were_read_before(tmp_path: Path) -> None:
+    data = tiny_dataset()
+    file = tmp_path / "mine.npz"
+    np.savez(file, x=data.images.numpy(), y=data.labels.numpy())
+    given = {**SETTINGS, "rounds": 1, "data": f"npz:{file}", "search": LR, "seeds": [1], "sampler": "grid"}
+    tune(["standalone"], trials=2, tell=lambda trial: file.unlink(missing_ok=True), out=tmp_path / "search", **given)
+    assert table(tmp_path / "search").state.tolist() == ["finished", "finished"]
+
+
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(InputError, match="not empty"):
@@ -175,6 +198,7 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
         ({"training.lrr": Choices((0.1,))}, "unknown setting 'training.lrr'"),
         ({"method.nothing": Choices((0.1,))}, "unknown setting 'method.nothing'"),
         ({"seed": Choices((0, 1))}, "seed can't be searched"),
+        ({"label": Choices(("a", "b"))}, "label can't be searched: trials on other data"),
         ({"training.lr": Choices((-0.1,))}, "training.lr is -0.1, but must be"),
         ({"training.lr": Range(0.0, 0.1)}, "training.lr is 0"),
     ],
