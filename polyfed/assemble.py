@@ -166,12 +166,16 @@ def facts(population: Population) -> dict[str, str]:
 
 
 def data_facts(dataset: Dataset, clients: Iterable[ClientData]) -> dict[str, str]:
-    """The facts about data and partition."""
+    """The facts about data and partition.
+
+    Samples of a table depend on the partition, so its rows stand for them: with other seeds they are the same.
+    """
     dealt = hashlib.blake2b(digest_size=8)
     for own in clients:
         for part in (own.train, own.validation, own.test):
             dealt.update(len(part).to_bytes(8, "little") + part.numpy().tobytes())
-    data = _hash({"images": dataset.images, "labels": dataset.labels}, values=True)
+    samples = {"images": dataset.images} if dataset.table is None else dataset.table.unfitted()
+    data = _hash({**samples, "labels": dataset.labels}, values=True)
     return {
         "the data": f"{len(dataset)} samples of shape {dataset.input_shape} in {dataset.classes} classes (hash {data})",
         "the partition": f"one with hash {dealt.hexdigest()}",

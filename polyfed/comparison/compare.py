@@ -184,9 +184,9 @@ def _named(data: str | Dataset | None, models: Models | None) -> dict[str, Any]:
 
 
 def _check_data(cells: Sequence[Cell], path: Path, data: Dataset) -> None:
-    """Raise if a run began with other data than those that came from Python now; tables are scaled for each run."""
+    """Raise if a run began with other data than those that came from Python now."""
     now = data_facts(data, [])["the data"]
-    for cell in cells if data.table is None else ():
+    for cell in cells:
         before = read_claim(path / "runs" / cell.name).get("facts", {}).get("the data", now)
         if before != now:
             raise InputError(

@@ -12,7 +12,6 @@ import pandas as pd
 from polyfed.comparison import statistics
 from polyfed.comparison.outcomes import COSTS, ROUNDS, SIMULATED, Outcome, RoundChoice
 from polyfed.comparison.plan import Cell, concerns, grid
-from polyfed.data import parse_address
 from polyfed.errors import InputError
 from polyfed.metrics import METRICS, TITLES, Metric
 from polyfed.ranges import typed
@@ -86,30 +85,20 @@ def notes_on(cells: Sequence[Cell], outcomes: Mapping[str, Outcome], question: Q
 
 
 def check_same_federation(cells: Sequence[Cell], outcomes: Mapping[str, Outcome]) -> None:
-    """Raise if two runs of one seed at one point began with other data or another partition.
-
-    Data that are used as they are must be the same for all seeds.
-    """
+    """Raise if two runs at one point began with other data, or two of one seed with another partition."""
     for point in grid(cells):
         first: dict[tuple[str, int | None], tuple[str, Outcome]] = {}
         for cell in cells:
             if cell.name not in outcomes or not concerns(cell, point):
                 continue
             found = outcomes[cell.name]
-            common = _used_as_they_are(cell.config.data)
-            for fact, seed in (("the data", None if common else cell.seed), ("the partition", cell.seed)):
+            for fact, seed in (("the data", None), ("the partition", cell.seed)):
                 name, other = first.setdefault((fact, seed), (cell.name, found))
                 if other.facts.get(fact) != found.facts.get(fact):
                     raise InputError(
                         f"{fact} of {cell.name} and of {name} are not the same, so they can't be compared: move the "
                         "runs with the wrong data away, and compare again."
                     )
-
-
-def _used_as_they_are(data: str) -> bool:
-    """Whether all runs have the same samples in memory: those of tables are scaled for each."""
-    address = parse_address(data) if ":" in data else None
-    return address is not None and address.kind in ("npz", "folder")
 
 
 def by_method(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ class Rows(Protocol):
     def fitted(self, rows: Tensor) -> Rows: ...
 
     def samples(self) -> Tensor: ...
+
+    def unfitted(self) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -121,6 +121,19 @@ class Table:
     def samples(self) -> Tensor:
         return self.constants.samples(self.frame)
 
+    def unfitted(self) -> dict[str, Tensor]:
+        """What samples are made of, column by column: the same whichever rows the constants are fitted to."""
+        if self.agreed:
+            return {"samples": self.samples()}
+        columns: dict[str, Tensor] = {}
+        for number in self.constants.numbers:
+            columns[number.column] = torch.tensor(as_numbers(self.frame[number.column]).to_numpy())
+        for category in self.constants.categories:
+            places = {level: place for place, level in enumerate(category.levels)}
+            found = [places.get(text, -1) for text in as_texts(self.frame[category.column])]
+            columns[f"{category.column} {category.levels}"] = torch.tensor(found)
+        return columns
+
     @staticmethod
     def without_rows(constants: Constants) -> Table:
         """A table that only says how rows are prepared."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import polyfed
+from polyfed.assemble import data_facts
 from polyfed.data import from_frame, load_dataset, save_constants
 from polyfed.errors import InputError
 
@@ -43,6 +44,23 @@ def test_constants_come_from_the_given_rows_only() -> None:
     frame = pd.DataFrame({"v": [2.0, 6.0, None, 1000.0], "c": ["a", "a", "a", "b"], "y": [0, 1, 0, 1]})
     fitted = from_frame(frame, "y").fitted(torch.tensor([0, 1]))
     assert fitted.images.tolist() == [[-1, 1, 0], [1, 1, 0], [0, 1, 0], [498, 0, 0]]
+
+
+def test_the_hash_of_a_table_is_of_its_rows_and_not_of_who_trains_on_them() -> None:
+    frame = pd.DataFrame({"v": [1e9, 6.0, None, 1000.0], "c": ["a", "a", None, "b"], "y": [0, 1, 0, 1]})
+
+    def hashed(frame: pd.DataFrame, *training: int) -> str:
+        return data_facts(from_frame(frame, "y").fitted(torch.tensor(training)), [])["the data"]
+
+    known = hashed(frame, 0, 1)
+    assert hashed(frame, 2, 3) == known
+    for column, row, value in (("v", 0, 1e9 + 1), ("v", 2, 4.0), ("c", 2, "a"), ("y", 0, 1)):
+        changed = frame.copy()
+        changed.loc[row, column] = value
+        assert hashed(changed, 0, 1) != known
+    constants = from_frame(frame, "y").table.constants
+    scaled = from_frame(frame, "y", constants=constants)
+    assert data_facts(scaled, [])["the data"] != known  # agreed constants are part of what is given
 
 
 class Small(nn.Sequential):
