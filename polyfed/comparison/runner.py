@@ -124,8 +124,8 @@ def finish_group(
     return {}
 
 
-FROM_DATA = ("partition", "clients")
-"""Settings that follow from the data, if these say whose they are and the user does not say otherwise."""
+FROM_DATA = ("partition", "clients", "models")
+"""Settings that follow from the data unless the user says otherwise."""
 
 
 def is_finished(config: Experiment, path: Path) -> bool:
@@ -136,7 +136,7 @@ def is_finished(config: Experiment, path: Path) -> bool:
     for name, value in wanted.items():
         # Settings that may change are no other run's, but code that only the file names must not be trusted.
         binding = name not in FREE or name == "rounds" or names_code(found.get(name))
-        if name in FROM_DATA and name not in config.model_fields_set:
+        if name in FROM_DATA and name not in config.model_fields_set and ":" not in str(found.get(name)):
             continue
         if binding and name in found and found[name] != value:
             raise FolderError(

@@ -203,3 +203,16 @@ def test_code_that_only_a_run_s_file_names_is_never_imported(
     with pytest.raises(InputError, match=f"holds a run with {setting} never_imported:Code"):
         run_cells([cell], tmp_path)
     assert "never_imported" not in sys.modules
+
+
+def test_networks_that_follow_from_the_data_are_those_of_the_same_run(tmp_path: Path) -> None:
+    """A table has networks of its own if none are named; code that somebody else names is not among them."""
+    cells = plan(["standalone"], [0], {"data": "wine", "clients": 2, "rounds": 1, "device": "cpu"})
+    lines: list[str] = []
+    for _ in range(2):
+        assert run_cells(cells, tmp_path, tell=lines.append) == {}
+    assert lines == ["1 run to do, 0 already finished", "1 of 1: standalone-seed0 finished"]
+    file = tmp_path / "runs" / "standalone-seed0" / "config.yaml"
+    file.write_text(file.read_text().replace("models: tabular4", "models: never_imported:Code"))
+    with pytest.raises(InputError, match="holds a run with models never_imported:Code, not papers"):
+        run_cells(cells, tmp_path)
