@@ -234,6 +234,21 @@ def test_runs_that_start_together_get_folders_of_their_own(tmp_path: Path, monke
     assert {"runs/fedproto-digits-seed0", "runs/fedproto-digits-seed0-8"} <= paths
 
 
+@pytest.mark.parametrize(
+    ("method", "data", "name"),
+    [
+        ("polyfed.methods.fedproto:FedProto", "digits", "polyfed.methods.fedproto_FedProto-digits-seed0"),
+        ("fedproto", "hf:someone/mnist?label=a.b", "fedproto-mnist-seed0"),
+        ("fedproto", "npz:données: 1.npz", "fedproto-données__1-seed0"),
+    ],
+)
+def test_every_file_system_accepts_the_name_of_a_run_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, data: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert NextFolder(experiment(method=method, data=data))() == Path("runs") / name
+
+
 def test_a_run_s_config_runs_again_to_the_same_numbers(shell: Shell, tmp_path: Path) -> None:
     assert shell("run", "lg-fedavg", *SMALL, "--out", "one", "-q").status == 0
     assert shell("run", "one/config.yaml", "--trust", "--out", "two", "-q").status == 0

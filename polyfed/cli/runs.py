@@ -16,8 +16,9 @@ from polyfed.cli.base import Quiet, Trust, complete_method, out_console, watch
 from polyfed.cli.options import as_number, experiment_options, parse_settings
 from polyfed.config import Experiment, merged, named_by, read_experiment
 from polyfed.config import experiment as checked
+from polyfed.data import parse_address
 from polyfed.errors import InputError
-from polyfed.records import RunFolder
+from polyfed.records import RunFolder, disk
 from polyfed.report import tables
 from polyfed.report.progress import QuietProgress
 from polyfed.resuming import check_trusted
@@ -107,8 +108,9 @@ class NextFolder:
     """Names a new folder under runs/ when the run begins; no other process gets the same one."""
 
     def __init__(self, config: Experiment) -> None:
-        data = Path(config.data.partition(":")[2]).stem if ":" in config.data else config.data
-        self._stem = f"{config.method['name']}-{data}-seed{config.seed}"
+        address = parse_address(config.data)
+        data = config.data if address is None else address.name
+        self._stem = disk.file_name(f"{config.method['name']}-{data}-seed{config.seed}")
 
     def __call__(self) -> Path:
         for number in itertools.count(1):

@@ -17,6 +17,7 @@ from polyfed.methods import find_method
 from polyfed.methods.base import Method
 from polyfed.normal_form import SHORTCUTS, normal_form
 from polyfed.ranges import typed
+from polyfed.records import disk
 from polyfed.records.origin import settings_by_name
 from polyfed.resuming import check_trusted
 
@@ -27,6 +28,7 @@ OWN = ("method.", "training.")
 HARMLESS = ("seed", "workers", "memory_budget", "checkpoint_every", "data_folder", "ray", "tracker")
 """Settings that may differ between any two runs: they have no influence on numbers, or are the comparison's own."""
 LONGEST_NAME = 120
+"""Bytes of a folder's name without its seed."""
 MOST_SEEDS = 10_000
 """More in one range are a slip of the hand."""
 FILES = (".yaml", ".yml")
@@ -66,7 +68,7 @@ def folder_name(method: str, seed: int, point: Mapping[str, Any]) -> str:
     """
     swept = "".join(f"-{name}={typed(value)}" for name, value in point.items())
     plain = f"{method}{swept}"
-    safe = re.sub(r"[^A-Za-z0-9_.+=-]", "_", plain)[:LONGEST_NAME]
+    safe = disk.file_name(plain).encode()[:LONGEST_NAME].decode(errors="ignore")
     if safe != plain or safe.startswith("."):
         safe = f"{safe.lstrip('.')}-{hashlib.blake2b(plain.encode(), digest_size=3).hexdigest()}"
     return f"{safe}-seed{seed}"

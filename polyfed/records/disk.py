@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import sys
@@ -18,6 +19,15 @@ from polyfed.errors import InputError
 
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 NEW = ".new"
+
+
+def file_name(text: str) -> str:
+    """The text as a name that every file system accepts; Windows has no colon, as in the address of a method.
+
+    >>> file_name("my_methods:Thief")
+    'my_methods_Thief'
+    """
+    return re.sub(r"[^\w.+=-]", "_", text)
 
 
 def write(path: Path, content: bytes | str, *, sync_name: bool = True) -> None:

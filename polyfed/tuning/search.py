@@ -16,12 +16,13 @@ from polyfed.data.splits import parse_split
 from polyfed.errors import InputError, RunError
 from polyfed.methods import find_method
 from polyfed.metrics import Metric
+from polyfed.records import disk
 from polyfed.resuming import enough_memory
 from polyfed.server.federation import Interrupted, Watcher
 from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import DATA, Trial, Tuned, TuneFolder
 from polyfed.tuning.space import Domain, Sampler, as_space, check_space, of_method, search_space
-from polyfed.tuning.study import Study, file_name
+from polyfed.tuning.study import Study
 
 SEEDS = (100, 101)
 """The seeds of a search: not those of a comparison, so that what is reported was not also what was chosen by."""
@@ -129,7 +130,8 @@ def _tuned(
         reason = next((trial.reason for trial in folder.of(method) if trial.reason), "all were pruned")
         raise RunError(f"no trial of {method} finished ({reason}).")
     content = _best_settings(best, settings, study.seeds, len(folder.of(method)), folder.metric)
-    return Tuned(method, best, len(folder.of(method)), folder.write_best(f"best-{file_name(method)}.yaml", content))
+    file = folder.write_best(f"best-{disk.file_name(method)}.yaml", content)
+    return Tuned(method, best, len(folder.of(method)), file)
 
 
 def _best_settings(

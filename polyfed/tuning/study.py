@@ -20,7 +20,7 @@ from polyfed.comparison.together import Run, finish_together, grouped
 from polyfed.config import Experiment
 from polyfed.config import experiment as checked
 from polyfed.errors import DivergedError, FolderError, InputError, RunError
-from polyfed.records import RunFolder
+from polyfed.records import RunFolder, disk
 from polyfed.seeds import derive
 from polyfed.server.federation import Interrupted, Watcher
 from polyfed.tuning.attempts import Attempt, Pruner, validation_curve
@@ -244,12 +244,7 @@ def _new_study() -> optuna.Study:
 
 
 def _run_name(method: str, trial: int, seed: int) -> str:
-    return f"{file_name(method)}-trial{trial}-seed{seed}"
-
-
-def file_name(method: str) -> str:
-    """A method's name in names of files; that of one's own is an address with a colon."""
-    return method.replace(":", ".")
+    return f"{disk.file_name(method)}-trial{trial}-seed{seed}"
 
 
 def _text(value: Any) -> str:
