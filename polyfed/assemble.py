@@ -26,6 +26,7 @@ from polyfed.data import (
     layout_hint,
     load_dataset,
     partition,
+    too_many_clients,
 )
 from polyfed.devices import describe, new_devices
 from polyfed.errors import InputError
@@ -211,10 +212,7 @@ def _notes(config: Experiment, dataset: Dataset, clients: list[ClientData]) -> l
 def _check_size(config: Experiment, dataset: Dataset) -> None:
     """Refuse what no machine can build, or this one can't, before trying."""
     if config.clients > len(dataset):
-        raise InputError(
-            f"{config.clients} clients cannot share the {len(dataset)} samples of '{dataset.name}': use 1 to "
-            f"{len(dataset)} clients."
-        )
+        raise too_many_clients(config.clients, len(dataset), dataset)
     if config.features is None:
         return
     # A head's weights when it is built, the client's own copy, and their gradient.

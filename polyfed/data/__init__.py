@@ -16,7 +16,7 @@ from polyfed.data.given_test import check_tested, chosen_test_set, describe_test
 from polyfed.data.mapped import in_pieces
 from polyfed.data.natural import describe_clients, with_clients, with_given, without_lists
 from polyfed.data.own import guess_address, parse_address
-from polyfed.data.partitions import PARTITIONS, SPLITS, partition
+from polyfed.data.partitions import PARTITIONS, SPLITS, partition, too_many_clients
 from polyfed.data.source import Source
 from polyfed.data.sources import SOURCES, default_folder, load_dataset
 from polyfed.data.tables import Constants, from_frame, save_constants
@@ -49,6 +49,7 @@ __all__ = [
     "partition",
     "save_constants",
     "save_npz",
+    "too_many_clients",
     "with_clients",
     "with_given",
     "without_lists",

@@ -184,11 +184,10 @@ def _check(
     dataset: Dataset, samples: int, kind: str, clients: int, alpha: float, minimum: int | None, compat: bool
 ) -> None:
     """Check the settings themselves, before any draw; `samples` is how many samples are distributed."""
-    if clients < 1 or clients > samples:
-        what = "samples" if samples == len(dataset) else "training samples"
-        raise InputError(
-            f"{clients} clients cannot share the {samples} {what} of '{dataset.name}': use 1 to {samples} clients."
-        )
+    if clients < 1:
+        raise InputError(f"clients is {clients}, but must be a whole number at least 1.")
+    if clients > samples:
+        raise too_many_clients(clients, samples, dataset)
     if kind == "dirichlet" and not (math.isfinite(alpha) and alpha > 0):
         raise InputError(f"alpha is {alpha}: the partition dirichlet needs a number above 0, such as 0.1.")
     if minimum is not None and not 1 <= minimum <= samples // clients:
@@ -246,3 +245,12 @@ def _client_data(owners: Integers, parts: Integers, clients: int) -> list[Client
     ends = np.cumsum(np.bincount(places, minlength=3 * clients))
     pieces = [torch.from_numpy(piece.copy()) for piece in np.split(indices, ends[:-1])]
     return [ClientData(*pieces[start : start + 3]) for start in range(0, 3 * clients, 3)]
+
+
+def too_many_clients(clients: int, samples: int, dataset: Dataset) -> InputError:
+    """The error for more clients than samples. How many are possible is not promised: partitions need more of them."""
+    what = "samples" if samples == len(dataset) else "training samples"
+    return InputError(
+        f"{clients} clients cannot share the {samples} {what} of '{dataset.name}': use fewer clients; how many are "
+        "possible depends on the partition."
+    )

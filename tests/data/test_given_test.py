@@ -102,7 +102,7 @@ def test_the_released_code_s_split_keeps_it_apart_in_any_case() -> None:
         (support.tiny_dataset(), "apart", "'tiny' comes without a test set: leave test_set on auto"),
         (own([0, 1] * 50, [7, 8]), "auto", "no sample of the test set .* pooled"),
         (own([0, 1] * 50, [0, 1]), "apat", "did you mean 'apart'"),
-        (own([0, 1, 0], [0, 1] * 20), "auto", "4 clients cannot share the 3 training samples"),
+        (own([0, 1, 0], [0, 1] * 20), "auto", "4 clients cannot share the 3 training samples of .*: use fewer"),
     ],
 )
 def test_what_is_impossible_is_refused(dataset: Dataset, wish: str, words: str) -> None:

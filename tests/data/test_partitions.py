@@ -210,8 +210,8 @@ def test_iid_sizes_differ_by_at_most_one() -> None:
     ("change", "words"),
     [
         ({"kind": "share"}, "did you mean 'shares'"),
-        ({"clients": 0}, "use 1 to 40 clients"),
-        ({"clients": 41}, "use 1 to 40 clients"),
+        ({"clients": 0}, "clients is 0, but must be a whole number at least 1"),
+        ({"clients": 41}, "41 clients cannot share the 40 samples .*: use fewer"),
         ({"classes_per_client": 5}, "has samples of 4 classes: use 1 to 4"),
         ({"classes_per_client": 0}, "use 1 to 4"),
         ({"kind": "pathological", "classes_per_client": 5}, "use 1 to 4"),
