@@ -119,7 +119,7 @@ def finish_group(
     ((name, run),) = runs.items()
     try:
         work(*run, watcher)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         return {name: error}
     return {}
 

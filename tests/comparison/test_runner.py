@@ -216,3 +216,17 @@ def test_networks_that_follow_from_the_data_are_those_of_the_same_run(tmp_path: 
     file.write_text(file.read_text().replace("models: tabular4", "models: never_imported:Code"))
     with pytest.raises(InputError, match="holds a run with models never_imported:Code, not papers"):
         run_cells(cells, tmp_path)
+
+
+def test_a_run_whose_code_exits_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_round = Federation.round
+
+    def exits(self: Federation, number: int) -> Any:
+        if self.config.seed == 0:
+            sys.exit("enough")
+        return one_round(self, number)
+
+    monkeypatch.setattr(Federation, "round", exits)
+    failures = run_cells(small(["standalone"], [0, 1], rounds=1), tmp_path)
+    assert failures == {"standalone-seed0": "SystemExit: enough"}
+    assert RunFolder.open(tmp_path / "runs" / "standalone-seed1").finished

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from polyfed.engines import together
 from polyfed.errors import DivergedError
+from polyfed.message import Message
+from polyfed.methods.base import Trained
+from polyfed.methods.fedproto import FedProto
 from polyfed.records import RunFolder
 from polyfed.server.federation import Interrupted, Watcher
 from tests import support
@@ -140,6 +143,26 @@ def test_the_others_continue_when_a_run_breaks_off(tmp_path: Path, calls: list[l
     assert list(found) == ["seed0"] and str(found["seed0"]) == "no more"
     assert [len(clients) for clients in calls] == [12, 8, 8]
     assert_same(tmp_path, ["seed1", "seed2"])
+
+
+class Quits(FedProto):
+    """Ends Python in one run, as a script may do that is used as a method."""
+
+    name = "quits"
+
+    def upload(self, client: Trained) -> Message:
+        if self.task.seed == 1 and client.round == 2:
+            raise SystemExit("enough")
+        return super().upload(client)
+
+
+def test_a_run_whose_code_exits_fails_alone(tmp_path: Path) -> None:
+    runs = seeds(Quits, rounds=2)
+    for name in ("seed0", "seed2"):
+        start(tmp_path / "alone" / name, *runs[name])
+    found = run_joint(tmp_path, runs)
+    assert list(found) == ["seed1"] and isinstance(found["seed1"], SystemExit)
+    assert_same(tmp_path, ["seed0", "seed2"])
 
 
 def test_stopped_runs_continue_together_from_their_own_rounds(tmp_path: Path, calls: list[list[int]]) -> None:

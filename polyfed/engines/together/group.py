@@ -320,7 +320,7 @@ class Group:
             except DivergedError as error:
                 places = self._joint.places if self._joint else {}
                 diverged = places[error.client][0] if error.client in places else None
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a user's code that exits ends its own run, not the others
                 cause = error.__cause__ or error  # alone: clients have other numbers in their runs
                 if isinstance(cause, CannotStack) or not self._worked or self._retries == 0:
                     return first_line(cause)
