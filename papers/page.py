@@ -20,7 +20,6 @@ from papers.tables import (
     Comparison,
     accuracies,
     costs,
-    counted,
     margins,
     markdown,
     other_rules,
@@ -32,7 +31,7 @@ from papers.tables import (
 )
 from polyfed.comparison.pictures import draw_lines
 from polyfed.comparison.statistics import t_interval
-from polyfed.errors import PolyfedError, listed
+from polyfed.errors import PolyfedError, counted, listed
 from polyfed.records import disk
 from polyfed.records.origin import FREE, settings_by_name, shown
 from polyfed.report import drawing

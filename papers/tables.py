@@ -11,6 +11,7 @@ import pandas as pd
 from papers.campaign import Beside, Entry, Run
 from papers.records import Key, Record
 from polyfed.comparison.statistics import mean_of, spread_of, t_interval
+from polyfed.errors import counted
 from polyfed.methods import METHODS
 
 
@@ -91,14 +92,6 @@ class Comparison:
             for keys in ([r.key for r in self.runs if r.key in self.records], [r.key for r in self.runs])
         )
         return str(done) if done == planned else f"{done} of {planned}"
-
-
-def counted(number: int, what: str) -> str:
-    """
-    >>> counted(1, "seed"), counted(2, "seed")
-    ('1 seed', '2 seeds')
-    """
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def signed(value: float, digits: int = 1) -> str:
