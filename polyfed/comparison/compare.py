@@ -15,7 +15,7 @@ from polyfed.assemble import data_facts
 from polyfed.comparison import folder as folders
 from polyfed.comparison import pictures, render
 from polyfed.comparison.outcomes import ROUNDS, Outcome, RoundChoice, check_metric, read_outcome, without
-from polyfed.comparison.plan import Cell, MethodChoice, checked_seeds, common_settings, grid, plan
+from polyfed.comparison.plan import Cell, MethodChoice, common_settings, grid, plan
 from polyfed.comparison.runner import run_cells
 from polyfed.comparison.table import Question, by_method, check_same_federation, notes_on, shared_accuracies, table_of
 from polyfed.data import Dataset, as_data
@@ -91,7 +91,7 @@ def compare(
     """
     data = None if data is None else as_data(data, settings)
     given = dict(settings) | _named(data, models)
-    cells = plan(methods, checked_seeds(seeds), given, sweeps, trust=trust)
+    cells = plan(methods, seeds, given, sweeps, trust=trust)
     ranked = check_metric(metric, data if isinstance(data, Dataset) else cells[0].config.data)
     question = Question(_checked_round(round), rule, find_baseline(cells, baseline), _checked_target(target), ranked)
     path = Path(out)

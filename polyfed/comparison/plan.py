@@ -76,7 +76,7 @@ def folder_name(method: str, seed: int, point: Mapping[str, Any]) -> str:
 
 def plan(
     methods: Sequence[MethodChoice],
-    seeds: Sequence[int],
+    seeds: Iterable[int] | str,
     settings: Mapping[str, Any] | None = None,
     sweeps: Mapping[str, Sequence[Any]] | None = None,
     *,
