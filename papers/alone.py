@@ -3,7 +3,9 @@
 Each client is pulled towards its own class means of the last round in which it took part. The server only keeps them
 for it, and nobody ever receives anything of another client.
 
-    polyfed run papers.alone:FedProtoAlone --data cifar100 --classes-per-client 10 --clients 100 --participation 0.1
+    polyfed run papers.alone:FedProtoAlone --data cifar100 --classes-per-client 10 --split fedssa --clients 100 \\
+        --participation 0.1 --rounds 100 --epochs 10 --batch-size 64 --lr 0.01 --seed 2 --eval-every 10 \\
+        --set training.momentum=0.9 --set training.weight_decay=0.001 --set training.clip=50 --set training.augment=true
 """
 
 from __future__ import annotations
