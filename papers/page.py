@@ -73,7 +73,7 @@ def page(comparisons: Sequence[Comparison], words: Path) -> str:
         if not each.complete
     ]
     todo = f"## Runs left\n\n{LEFT}\n\n{markdown(['entry', 'what', 'runs left'], left, texts=2)}" if left else ""
-    sections = [section(each, words) for each in comparisons if each.found]
+    sections = [section(each, words) for each in comparisons if each.compares]
     return _blocks([_words(words, "intro"), *sections, todo, _words(words, "earlier")]) + "\n"
 
 
@@ -167,7 +167,7 @@ def of_method(name: str, campaign: Campaign, comparisons: Sequence[Comparison]) 
     for each in comparisons:
         setting, base = each.entry.points[0], each.entry.base
         title = each.entry.title + ", reduced" * bool(each.entry.smaller)
-        for row in each.rows if len(each.entry.points) == 1 else ():
+        for row in each.rows if each.compares and len(each.entry.points) == 1 else ():
             if campaign.method(each.name, row) != name:
                 continue
             seeds = each.seeds(row, setting)
@@ -251,7 +251,7 @@ def main(root: Path = FOLDER.parent, papers: Path = FOLDER) -> None:
     for path in sorted((root / "docs" / "methods").glob("*.md")):
         disk.write(path, with_table(path.read_text(), of_method(path.stem, campaign, comparisons)))
     for each in comparisons:
-        if each.found and len(each.entry.points) == 1:
+        if each.compares and len(each.entry.points) == 1:
             draw(each, root / "docs" / "pictures" / f"results-{each.name}.png")
 
 

@@ -41,6 +41,11 @@ class Comparison:
         return [row for row in self.order if not self.of(row)]
 
     @property
+    def compares(self) -> bool:
+        """Whether there is anything beside the base."""
+        return any(row != self.entry.base for row in self.rows)
+
+    @property
     def complete(self) -> bool:
         return len(self.found) == len(self.runs)
 

@@ -104,16 +104,24 @@ def test_rows_of_a_method_s_own_page_say_what_is_unusual(papers: Path) -> None:
 
 def test_what_the_methods_without_runs_would_bring_is_left_out(papers: Path) -> None:
     """Without the base there are no gains. A table that has none of the methods with runs is not spoken of."""
-    other = "beside: [fedssa-table2, {recipe: fedtgp-table1, setting: practical/cifar10}]"
+    tables = "{recipe: fedtgp-table1, setting: practical/cifar10}, {recipe: dc-pfl-table3, setting: n10}"
+    other = f"beside: [fedssa-table2, {tables}]"
     (papers / "campaign.yaml").write_text(TINY.replace("beside: [pfedes-table2, fedssa-table2]", other))
     written(papers, lambda run: record(run, 0.5) if run.row == "fedproto" else None)
     text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
     assert "No run yet: Standalone. Without Standalone there are no gains." in text
     assert "minus Standalone" not in text and "Unlike FedTGP, Table 1: " in text
+    assert "Unlike DC-PFL" not in text
+
+
+def test_the_base_alone_is_no_table(papers: Path) -> None:
+    """Its runs count as made, and are shown when there is something to compare them with."""
     written(papers, lambda run: record(run, 0.5) if run.row == "standalone" else None)
-    text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
-    assert "No run yet: FedProto. **Reduced" in text
-    assert "Unlike FedSSA, Table 2: " in text and "Unlike FedTGP, Table 1: " not in text
+    campaign = read_campaign(papers / "campaign.yaml")
+    comparisons = comparisons_of(campaign, papers / "results")
+    text = page(comparisons, papers / "words")
+    assert "## Digits" not in text and "| `tiny` | Digits | 3 of 6 |" in text
+    assert of_method("standalone", campaign, comparisons) == ""
 
 
 def test_published_costs_are_not_shown_as_accuracies(papers: Path) -> None:
@@ -144,5 +152,5 @@ def test_the_page_is_what_the_records_give() -> None:
     for path in (ROOT / "docs" / "methods").glob("*.md"):
         assert path.read_text() == with_table(path.read_text(), of_method(path.stem, campaign, comparisons))
     for each in comparisons:
-        shown = each.found and len(each.entry.points) == 1
+        shown = each.compares and len(each.entry.points) == 1
         assert not shown or (ROOT / "docs" / "pictures" / f"results-{each.name}.png").exists()
