@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -130,18 +130,17 @@ class Run:
 
     @property
     def told(self) -> dict[str, Any]:
-        """All settings that differ from polyfed's defaults."""
-        usual = _defaults(self.config.method["name"])
-        return {
-            name: value
-            for name, value in settings_by_name(self.config).items()
-            if name.partition(".")[0] not in UNTOLD and usual.get(name) != value
-        }
+        """All settings that are recorded, also those with polyfed's defaults: a default may change later."""
+        return _told(self.config)
+
+    @property
+    def usual(self) -> dict[str, Any]:
+        """The same settings with polyfed's defaults of today."""
+        return _told(experiment(method=self.config.method["name"]))
 
 
-@cache
-def _defaults(method: str) -> Mapping[str, Any]:
-    return settings_by_name(experiment(method=method))
+def _told(config: Experiment) -> dict[str, Any]:
+    return {n: v for n, v in settings_by_name(config).items() if n.partition(".")[0] not in UNTOLD}
 
 
 class Campaign(_Strict):

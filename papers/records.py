@@ -176,12 +176,16 @@ def check(records: Mapping[Key, Record], campaign: Campaign) -> None:
 
 
 def check_settings(run: Run, record: Record) -> None:
-    """Raise if a record is of a run with other settings, or of one that did not reach its last round."""
-    now, before = json.loads(json.dumps(run.told)), record["settings"]
+    """Raise if a record is of a run with other settings, or of one that did not reach its last round.
+
+    Of a setting that a record lacks, all that is known is that it had its default then: the setting is newer, or the
+    record is one of the first, which had only what differed from the defaults.
+    """
+    now, before = run.told, {**run.usual, **record["settings"]}
     for name in (name for name in {**now, **before} if now.get(name) != before.get(name)):
         raise InputError(
-            f"{_named(run.key)} is recorded with {name} {shown(before.get(name, 'default'))}, but the campaign has "
-            f"{shown(now.get(name, 'default'))}: give the entry another name, or remove the record."
+            f"{_named(run.key)} is recorded with {name} {shown(before.get(name))}, but the campaign has "
+            f"{shown(now.get(name))}: name the former there, give the entry another name, or remove the record."
         )
     if (last := record["rounds"][-1]) != run.config.rounds:
         raise InputError(

@@ -55,7 +55,7 @@ def as_batch(x: Any, dataset: Dataset) -> Tensor:
 
     Rows of a table, as a frame with its columns, become the floats that they would have been in training.
     """
-    if dataset.table is not None and hasattr(x, "columns"):
+    if dataset.table is not None:
         samples: Tensor = dataset.table.constants.samples_of(x, "the frame")
         return samples
     tensor = _tensor(x)

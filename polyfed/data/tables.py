@@ -87,8 +87,16 @@ class Constants(Settings):
             parts.append((as_texts(frame[category.column])[:, None] == levels) & seen)
         return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32))
 
-    def samples_of(self, rows: pd.DataFrame, what: str) -> Tensor:
-        """The same of rows that come after training; other columns, the label's for instance, are not used."""
+    def samples_of(self, rows: Any, what: str) -> Tensor:
+        """The same of rows that come after training; other columns, the label's for instance, are not used.
+
+        Anything but a frame is refused: an array says neither which column is which nor whether it is prepared already.
+        """
+        if not hasattr(rows, "columns"):
+            raise InputError(
+                f"the model was trained on a table, so it can't predict a value of type {type(rows).__name__}: give "
+                f"rows as they are in the table, in a frame with the columns {_shown(self.columns)}."
+            )
         rows = rows.rename(columns=str)
         _check_rows(self, rows, what, "the model needs")
         for each in self.numbers:
@@ -243,7 +251,7 @@ def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
 def _check_columns(
     frame: pd.DataFrame, label: str | None, client: str | None, drop: Collection[str], name: str
 ) -> None:
-    shown = ", ".join(frame.columns[:12]) + (", …" if len(frame.columns) > 12 else "")
+    shown = _shown(list(frame.columns))
     if label is None:
         raise InputError(f"'{name}' is a table: say which column holds the classes, --label COLUMN of {shown}.")
     for what, column in [("label", label), ("client", client), *(("drop", each) for each in drop)]:
@@ -258,6 +266,10 @@ def _check_columns(
         raise InputError(f"'{name}' has several columns '{repeated[0]}': give each its own name.")
     if len(frame) == 0:
         raise InputError(f"'{name}' has no rows: give at least two.")
+
+
+def _shown(columns: Sequence[str]) -> str:
+    return ", ".join(columns[:12]) + (", …" if len(columns) > 12 else "")
 
 
 def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:

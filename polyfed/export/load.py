@@ -45,14 +45,18 @@ class ClientModel:
         with its columns. A compiled program accepts only what it was exported for: raw pixels, rows of the table, or
         the floats that the run trained on.
         """
+        return self.predict_batch(as_batch(x, self.inputs.example()))
+
+    def predict_batch(self, batch: Tensor) -> Prediction:
+        """The same for samples in the model's layout, those of a table prepared: what `as_batch` makes."""
         with torch.no_grad():
-            return self._answer(as_batch(x, self.inputs.example()))
+            return self._answer(batch)
 
     def predict_many(self, batch: Tensor) -> Iterator[dict[str, Any]]:
         """What it predicts for each sample of a batch, as plain values; large batches are predicted in parts."""
         names = self.inputs.class_names or tuple(str(label) for label in range(self.inputs.classes))
         for part in batch.split(CHUNK):
-            found = self.predict(part)
+            found = self.predict_batch(part)
             for label, row in zip(found.classes.tolist(), found.probabilities.tolist(), strict=True):
                 probabilities = dict(zip(names, row, strict=True))
                 yield {"class": names[label], "label": label, "probability": row[label], "probabilities": probabilities}

@@ -151,7 +151,7 @@ def random_samples(card: RunCard, client: int, why: str) -> Samples:
 
 
 def _probabilities(model: ClientModel, raw: Tensor) -> Tensor:
-    return torch.cat([model.predict(part).probabilities for part in raw.split(CHUNK)])
+    return torch.cat([model.predict_batch(part).probabilities for part in raw.split(CHUNK)])
 
 
 def _describe(

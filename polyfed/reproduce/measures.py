@@ -110,21 +110,24 @@ def _margins(result: api.Result) -> Iterator[dict[str, Any]]:
 def features(result: api.Result, most: int | None = None) -> Iterator[dict[str, Any]]:
     """All clients' features of some of their test samples, in two dimensions; of about `most` samples if given."""
     from sklearn.manifold import TSNE  # slow to import, and only this needs it
+    from threadpoolctl import threadpool_limits
 
     population = result.population
     each = SAMPLES_SHOWN if most is None else max(1, min(SAMPLES_SHOWN, most // len(population.clients)))
     rows: list[dict[str, Any]] = []
     vectors = []
-    with torch.no_grad():
+    # One thread: the smallest difference in rounding gives another picture, and for so few points threads wait longer
+    # for each other than they work.
+    with torch.no_grad(), threadpool_limits(1):
         for client in population.clients:
             x, y = population.dataset.batch(population.data[client].test[:each], population.device)
             vectors.append(result.network(client).to(population.device).features(x).cpu())
             name = population.architectures[client].name
             rows += [{"client": client, "architecture": name, "class": label} for label in y.tolist()]
-    points = torch.cat(vectors).numpy()
-    reduced = TSNE(
-        perplexity=min(30, (len(points) - 1) / 3), random_state=derive(population.seed, "features shown") % 2**32
-    ).fit_transform(points)
+        points = torch.cat(vectors).numpy()
+        reduced = TSNE(
+            perplexity=min(30, (len(points) - 1) / 3), random_state=derive(population.seed, "features shown") % 2**32
+        ).fit_transform(points)
     for row, (across, up) in zip(rows, reduced.tolist(), strict=True):
         yield {**row, "x": across, "y": up}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.comparison.outcomes import without
-from polyfed.comparison.runner import finish
+from polyfed.comparison.runner import finish, reason_of
 from polyfed.comparison.together import Run, finish_together, grouped
 from polyfed.config import Experiment
 from polyfed.config import experiment as checked
@@ -142,13 +142,14 @@ class Study:
                     trial = replace(trial, state="pruned")
                     break
             trial = replace(trial, value=sum(scores) / len(scores), curve=curve)
-        except (DivergedError, InputError) as error:
-            # Settings that can't be trained are part of a search; anything else (a full disk, a stop) ends it. So does
-            # wrong input as long as nothing shows that any trial could finish: it may be wrong for all of them.
+        except (DivergedError, InputError, SystemExit) as error:
+            # Settings that can't be trained are part of a search, and with them code of the user's that exits; anything
+            # else (a full disk, a stop) ends it. So does wrong input as long as nothing shows that any trial could
+            # finish: it may be wrong for all of them.
             of_input = isinstance(error, InputError) and self.folder.best(self.method) is None
             if of_input or isinstance(error, FolderError):
                 raise
-            trial = replace(trial, state="failed", reason=str(error))
+            trial = replace(trial, state="failed", reason=reason_of(error))
         return replace(trial, seconds=time.perf_counter() - begin)
 
     def _path(self, number: int, seed: int) -> Path:

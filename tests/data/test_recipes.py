@@ -166,8 +166,9 @@ def test_a_table_is_learnt_and_keeps_its_names() -> None:
     result = polyfed.run("fedproto", data="breast-cancer", **settings)
     assert result.summary["accuracy_final"] > 0.8
     own = result.population.data[0]
-    x, y = result.population.dataset.batch(own.test[:1])
-    assert result.predict(0, x).names[0] in ("benign", "malignant")
+    table = result.population.dataset.table
+    assert table is not None
+    assert result.predict(0, table.frame.iloc[own.test[:1]]).names[0] in ("benign", "malignant")
 
 
 def test_motion_is_learnt_by_twelve_people() -> None:

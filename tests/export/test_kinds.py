@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -89,11 +90,10 @@ def patients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pd.DataFrame:
 def test_rows_of_a_table_are_prepared_as_in_training(patients: pd.DataFrame, format: str) -> None:
     result = polyfed.resume("run")
     polyfed.export_client("run", 1, "out", format=format)
-    exported = polyfed.load_client("out", trust=True)
-    expected = result.predict(1, result.population.dataset.images)
+    loaded, exported = polyfed.load_client("run", 1), polyfed.load_client("out", trust=True)
+    expected = loaded.predict_batch(result.population.dataset.images)
     assert sum(name == true for name, true in zip(expected.names, patients["ill"], strict=True)) > 50
     columns = patients[["ill", "ward", "age"]]  # by name, in any order, and the label is not looked at
-    loaded = polyfed.load_client("run", 1)
     for found in (result.predict(1, columns), loaded.predict(columns), exported.predict(columns)):
         assert torch.allclose(found.probabilities, expected.probabilities, atol=1e-5)
     columns.to_csv("rows.csv", index=False, sep=";")
@@ -103,6 +103,19 @@ def test_rows_of_a_table_are_prepared_as_in_training(patients: pd.DataFrame, for
     row = read_samples(Path("one.csv"), exported.inputs).batch
     assert abs(float(row[0, 0])) < 1 and row[0, 1:].tolist() == [1, 0]
     assert "rows with the columns age, ward" in Path("out/README.md").read_text()
+
+
+def test_arrays_are_no_rows_of_a_table(patients: pd.DataFrame) -> None:
+    """They would be taken for rows that are prepared already, and those look no different."""
+    result, model = polyfed.resume("run"), polyfed.load_client("run", 1)
+    raw = patients[["age", "age", "age"]].to_numpy()  # as many numbers as a prepared row has
+    for x in (raw, torch.tensor(raw), list(raw), patients.iloc[0], result.population.dataset.images):
+        for predict in (model.predict, partial(result.predict, 1)):
+            with pytest.raises(InputError, match="trained on a table, .* in a frame with the columns age, ward"):
+                predict(x)
+    np.savez("rows.npz", x=raw)
+    with pytest.raises(InputError, match="'rows.npz' can't be used: the model was trained on a table"):
+        read_samples(Path("rows.npz"), model.inputs)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 
+from papers import campaign
 from papers import collect as collecting
 from papers import run as running
 from papers.campaign import FOLDER, Run, read_campaign
 from papers.collect import collect
 from papers.page import comparisons_of, main
-from papers.records import Record, append, read_records
+from papers.records import Record, append, check_settings, read_records
 from polyfed.comparison import runner
 from polyfed.comparison.plan import Cell
 from polyfed.comparison.runner import finish
+from polyfed.config import experiment
 from polyfed.errors import InputError, RunError
 from polyfed.server.federation import Interrupted
 from tests.papers.tiny import TINY, record, written
@@ -292,6 +294,20 @@ def test_contradictions_are_refused(papers: Path) -> None:
         collect([], papers / "results", papers / "campaign.yaml")
     (papers / "results" / "tiny.jsonl").write_text(before[:-5])  # cut off while it was written
     assert len(read_records([papers / "results"])) == 5
+
+
+def test_a_default_that_changed_after_a_run_is_noticed(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the record of seed 0, which lacks it, unless the campaign no longer has the default."""
+    records = {run.seed: record(run, 0.5) for run in read_campaign(papers / "campaign.yaml").runs()[:2]}
+    del records[0]["settings"]["min_replies"]
+    monkeypatch.setattr(campaign, "experiment", lambda **given: experiment(**{"min_replies": 2, **given}))
+    first, second = read_campaign(papers / "campaign.yaml").runs()[:2]
+    check_settings(first, records[0])
+    with pytest.raises(InputError, match="standalone with seed 1 .* min_replies 1, but the campaign has 2"):
+        check_settings(second, records[1])
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, min_replies: 3"))
+    with pytest.raises(InputError, match="standalone with seed 0 .* min_replies 2, but the campaign has 3"):
+        check_settings(read_campaign(papers / "campaign.yaml").runs()[0], records[0])
 
 
 @pytest.mark.parametrize(

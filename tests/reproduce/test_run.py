@@ -7,9 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from numpy.typing import NDArray
+from sklearn.manifold import TSNE
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
 from polyfed import api
@@ -130,6 +134,20 @@ def test_margins_are_distances_to_the_nearest_other_class(out: Path) -> None:
     for found in rows:
         assert found["client_margin"] == pytest.approx(max(clients[found["class"]]), rel=1e-3)
         assert found["global_margin"] == pytest.approx(together[found["class"]], rel=1e-3)
+
+
+def test_a_picture_of_features_is_made_by_one_thread(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them round differently, which gives another picture."""
+    threads: set[int] = set()
+
+    def picture(self: TSNE, points: NDArray[np.float32]) -> NDArray[np.float32]:
+        threads.update(pool["num_threads"] for pool in threadpool_info())
+        return points[:, :2]
+
+    monkeypatch.setattr(TSNE, "fit_transform", picture)
+    with threadpool_limits(2):
+        assert len(list(series("features", next((out / "runs").glob("fedproto-*-seed0")), Compare(), None))) > 10
+    assert threads == {1}
 
 
 def test_the_decay_of_a_figure_is_that_of_the_method(tmp_path: Path) -> None:

@@ -144,6 +144,24 @@ def test_settings_that_diverge_are_a_failed_trial_not_the_end(tmp_path: Path) ->
     assert found.best.settings == {"training.lr": 0.05}
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_code_that_exits_costs_its_trial_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    one_round = Federation.round
+
+    def exits(self: Federation, number: int) -> Any:
+        if self.config.training.lr == 0.0001:
+            sys.exit("enough")
+        return one_round(self, number)
+
+    monkeypatch.setattr(Federation, "round", exits)
+    settings = SETTINGS | {"engine": "vectorized", "rounds": 1}
+    asked = {"search": LR, "sampler": "grid", "seeds": [100], "together": together}
+    (found,) = tune(["standalone"], out=tmp_path, trials=2, **asked, **settings)
+    rows = table(tmp_path).set_index("settings")
+    assert rows.reason['{"training.lr": 0.0001}'] == "SystemExit: enough"
+    assert found.best.settings == {"training.lr": 0.05} and len(rows) == 2
+
+
 def test_a_grid_ends_when_all_is_tried(tmp_path: Path) -> None:
     notes: list[str] = []
     tune(["standalone"], out=tmp_path, trials=9, search=LR, sampler="grid", seeds=[1], note=notes.append, **SETTINGS)
