@@ -19,7 +19,7 @@ from polyfed.comparison.runner import finish, reason_of
 from polyfed.comparison.together import Run, finish_together, grouped
 from polyfed.config import Experiment
 from polyfed.config import experiment as checked
-from polyfed.errors import DivergedError, FolderError, InputError, RunError
+from polyfed.errors import ClientError, DivergedError, FolderError, InputError, RunError
 from polyfed.records import RunFolder, disk
 from polyfed.seeds import derive
 from polyfed.server.federation import Interrupted, Watcher
@@ -142,12 +142,12 @@ class Study:
                     trial = replace(trial, state="pruned")
                     break
             trial = replace(trial, value=sum(scores) / len(scores), curve=curve)
-        except (DivergedError, InputError, SystemExit) as error:
-            # Settings that can't be trained are part of a search, and with them code of the user's that exits; anything
-            # else (a full disk, a stop) ends it. So does wrong input as long as nothing shows that any trial could
-            # finish: it may be wrong for all of them.
-            of_input = isinstance(error, InputError) and self.folder.best(self.method) is None
-            if of_input or isinstance(error, FolderError):
+        except (DivergedError, InputError, ClientError, SystemExit) as error:
+            # Settings that can't be trained are part of a search, and with them code of the user's that fails or exits;
+            # anything else (a full disk, a stop) ends it. So does wrong input or code as long as nothing shows that any
+            # trial could finish: it may be wrong for all of them.
+            of_all = isinstance(error, InputError | ClientError) and self.folder.best(self.method) is None
+            if of_all or isinstance(error, FolderError):
                 raise
             trial = replace(trial, state="failed", reason=reason_of(error))
         return replace(trial, seconds=time.perf_counter() - begin)

@@ -15,7 +15,7 @@ import yaml
 from polyfed import METHODS, RunFolder
 from polyfed.comparison.plan import plan
 from polyfed.config import read_experiment
-from polyfed.errors import InputError, RunError
+from polyfed.errors import ClientError, InputError, RunError
 from polyfed.records import disk
 from polyfed.records.claim import locked
 from polyfed.server.federation import Federation, Interrupted, Watcher
@@ -145,20 +145,23 @@ def test_settings_that_diverge_are_a_failed_trial_not_the_end(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_code_that_exits_costs_its_trial_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+@pytest.mark.parametrize("error", [SystemExit("enough"), ClientError("enough")])
+def test_code_that_exits_or_fails_costs_its_trial_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, error: BaseException
+) -> None:
     one_round = Federation.round
 
-    def exits(self: Federation, number: int) -> Any:
+    def fails(self: Federation, number: int) -> Any:
         if self.config.training.lr == 0.0001:
-            sys.exit("enough")
+            raise error
         return one_round(self, number)
 
-    monkeypatch.setattr(Federation, "round", exits)
+    monkeypatch.setattr(Federation, "round", fails)
     settings = SETTINGS | {"engine": "vectorized", "rounds": 1}
     asked = {"search": LR, "sampler": "grid", "seeds": [100], "together": together}
     (found,) = tune(["standalone"], out=tmp_path, trials=2, **asked, **settings)
     rows = table(tmp_path).set_index("settings")
-    assert rows.reason['{"training.lr": 0.0001}'] == "SystemExit: enough"
+    assert rows.reason['{"training.lr": 0.0001}'].endswith("enough")
     assert found.best.settings == {"training.lr": 0.05} and len(rows) == 2
 
 
