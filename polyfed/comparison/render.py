@@ -65,10 +65,12 @@ def legend(table: pd.DataFrame, question: Question, noise: float | None) -> list
         "best-validation": "the round best on validation",
         "best-test": "the best round",
     }
-    lines = [
-        f"Mean over clients, then mean ± sample standard deviation over seeds. Differences, the worst decile and "
-        f"clients worse off are of {rounds[question.round]}."
-    ]
+    counts = rounds[question.round]
+    about = f"Differences, the worst decile and clients worse off are of {counts}."
+    if question.round != "final":
+        own = counts.replace("the", "its own", 1)
+        about = f"Differences and the worst decile are of {counts}; whether a client is worse off, of {own}."
+    lines = [f"Mean over clients, then mean ± sample standard deviation over seeds. {about}"]
     if _shows_beside(table, question.metric):
         lines.append(
             "Beside it are values of the last round. Largest class: the accuracy of always predicting the largest "

@@ -194,7 +194,8 @@ def _clients(method: str, own: BySeed, alone: BySeed, question: Question) -> dic
     """The worst tenth, and who would have done better alone."""
     asked = question.metric, question.round
     vectors = [outcome.client_values(*asked) for outcome in own.values()]
-    known = all(len(vector) for vector in vectors)
+    # In any round but the last, clients are known only in their own best rounds, which are not the one that counts.
+    known = question.round == "final" and all(len(vector) for vector in vectors)
     deciles = [statistics.worst_decile(vector) for vector in vectors]
     if not known:
         deciles = [outcome.worst_decile(*asked) for outcome in own.values()]

@@ -40,7 +40,11 @@ MOTION_PEOPLE, MOTION_WINDOWS, MOTION_LENGTH = 12, 60, 64
 
 
 def uci_har(source: Source, folder: Path, download: bool) -> Dataset:
-    """Nine signals of a telephone at the waist. Its test set has other people, so all are pooled: a client each."""
+    """Nine signals of a telephone at the waist. Its test set has other people, so all are pooled: a client each.
+
+    Its windows begin 64 readings after each other and have 128. Samples of one person are split, so only windows that
+    share no reading are used: otherwise nearly every test sample would be half of a training sample.
+    """
     place = next((folder / name for name in HAR_FOLDERS if (folder / name).is_dir()), folder / HAR_FOLDERS[0])
     if not (place / "train").is_dir():
         raise missing("uci-har", f"{place}/train", f"unpack 'UCI HAR Dataset.zip' of UCI's repository in {folder}")
@@ -55,7 +59,19 @@ def _har_part(folder: Path, part: str) -> tuple[Floats, Any, Any]:
     y, subjects = (_numbers(folder / f"{what}_{part}.txt")[:, 0].astype(np.int64) for what in ("y", "subject"))
     if len({len(array) for array in (*channels, y, subjects)}) > 1:
         raise InputError(f"the files in {folder} have different numbers of rows: unpack the archive again.")
-    return np.stack(channels, axis=1).astype(np.float32), y, subjects
+    used = _every_second(y, subjects)
+    return np.stack([channel[used] for channel in channels], axis=1).astype(np.float32), y[used], subjects[used]
+
+
+def _every_second(*columns: Any) -> Any:
+    """Every second row of each stretch of rows in which no column changes.
+
+    >>> _every_second(np.array([1, 1, 1, 2, 2, 2]), np.array([5, 5, 5, 5, 5, 6])).tolist()
+    [0, 2, 3, 5]
+    """
+    changes = np.any([np.diff(column) != 0 for column in columns], axis=0)
+    edges = np.flatnonzero(changes) + 1
+    return np.concatenate([stretch[::2] for stretch in np.split(np.arange(len(columns[0])), edges)])
 
 
 def pamap2(source: Source, folder: Path, download: bool) -> Dataset:

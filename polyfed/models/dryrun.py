@@ -37,7 +37,12 @@ class Trace:
 
 
 def dry_run(
-    network: nn.Module, images: Tensor, name: str, watch: Callable[[str, nn.Module], bool] = lambda name, layer: False
+    network: nn.Module,
+    images: Tensor,
+    name: str,
+    watch: Callable[[str, nn.Module], bool] = lambda name, layer: False,
+    *,
+    training: bool = False,
 ) -> Trace:
     """Run a network on some images and keep the inputs and outputs of the layers that `watch` chooses."""
     trace, entered = Trace(), list[str]()
@@ -46,7 +51,7 @@ def dry_run(
         hooks.append(layer.register_forward_pre_hook(partial(_enter, entered, path)))
         hooks.append(layer.register_forward_hook(partial(_leave, trace, entered, path, watch(path, layer))))
     try:
-        with undisturbed(network):
+        with undisturbed(network, training=training):
             trace.output = network(images)
     except Exception as error:
         raise _failure(name, images, entered, error) from error
@@ -57,10 +62,13 @@ def dry_run(
 
 
 @contextmanager
-def undisturbed(network: nn.Module) -> Iterator[None]:
-    """Evaluate a network inside the block and leave its buffers, its training flags and the global generators alone."""
+def undisturbed(network: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Evaluate a network inside the block and leave its buffers, its training flags and the global generators alone.
+
+    With `training` it behaves as in training.
+    """
     modules = list(network.modules())
-    training = [module.training for module in modules]
+    flags = [module.training for module in modules]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in modules
@@ -68,13 +76,13 @@ def undisturbed(network: nn.Module) -> Iterator[None]:
         if not is_lazy(buffer)
     ]
     device = device_of(network)
-    network.eval()
+    network.train(training)
     try:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), others_restored(), torch.no_grad():
             yield
     finally:
-        for module, flag in zip(modules, training, strict=True):
+        for module, flag in zip(modules, flags, strict=True):
             module.training = flag
         for module, name, buffer, before in buffers:
             with torch.no_grad():

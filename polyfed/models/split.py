@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,7 @@ def _split_at_layer(
     call = _head_call(network, trace, head, name)
     tail = _check_output(network, trace, call, len(images), classes, name)
     size = _feature_size(network, call, len(images), name)
+    _check_training(network, call, images, name)
     for layer in (*tail.moved, *tail.dropped):
         _replace(network, layer, nn.Identity())
     extractor = _replace(network, call.layer, placeholder)
@@ -234,6 +236,22 @@ def _check_output(network: nn.Module, trace: Trace, call: Call, batch: int, clas
         "layer and return raw logits (the losses apply softmax themselves), or name another layer as its head "
         f"(--set head=NAME; {ends.layers_shown(network)})."
     )
+
+
+def _check_training(network: nn.Module, head: Call, images: Tensor, name: str) -> None:
+    """In training the network must end as in evaluation: what its forward did to logits would be done to features."""
+    try:  # a copy, because it may count how often it was trained
+        watch = partial(ends.watched, head=head.name)
+        trace = dry_run(_copy(network, name), images, name, watch, training=True)
+    except InputError:  # what can't train is tried, and explained, before the first round
+        return
+    call = next((call for call in reversed(trace.watched) if call.name == head.name), None)
+    if isinstance(trace.output, Tensor) and not (call and isinstance(ends.tail_of(trace, call), ends.Tail)):
+        raise InputError(
+            f"{name} can't be split at {_described(head)}, because something in its forward method changes that "
+            "layer's output in training: return raw logits there too, and use a layer (nn.Dropout) instead of a "
+            "function."
+        )
 
 
 def _described(call: Call) -> str:

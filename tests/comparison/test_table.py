@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,26 @@ def test_another_rule_has_no_clients_but_says_so() -> None:
     assert found["worst_decile_mean"] == pytest.approx(0.3)  # the federation's, from its records
     assert math.isnan(found["clients_worse"]) and math.isnan(found["worst_decile_low"])
     assert "only by the method's own rule" in " ".join(notes_on(CELLS, other, Question(rule="classifier")))
+
+
+def test_the_worst_decile_is_of_the_round_that_counts() -> None:
+    """Alone, each client's own best round would give 0.9, where the round that is best for all has 0.4.
+
+    A rule that is not the method's own has no single clients, so the two columns would not be comparable.
+    """
+    own = {"final": np.array([0.2, 0.9]), "best-validation": np.array([0.9, 0.95])}
+    alone = replace(outcome(0.5, []), clients=own, worst_deciles={"final": 0.2, "best-validation": 0.4})
+    other = outcome(0.5, [], rules=("prototypes", "classifier"), worst_deciles={"final": 0.3, "best-validation": 0.35})
+    found = {cell.name: other if cell.method == "fedproto" else alone for cell in CELLS}
+    table = table_of(CELLS, found, Question("best-validation", rule="classifier"))
+    assert row(table, "standalone")["worst_decile_mean"] == pytest.approx(0.4)
+    assert row(table, "fedproto")["worst_decile_mean"] == pytest.approx(0.35)
+    assert table["worst_decile_low"].isna().all()
+    words = render.legend(table, Question("best-validation"), None)[0]
+    assert "worst decile are of the round best on validation" in words and "its own round best on validation" in words
+    final = table_of(CELLS, found, Question())
+    assert row(final, "standalone")["worst_decile_mean"] == pytest.approx(0.2)
+    assert "clients worse off are of the last round." in render.legend(final, Question(), None)[0]
 
 
 def test_a_swept_option_has_a_table_for_every_value() -> None:

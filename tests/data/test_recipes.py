@@ -109,6 +109,30 @@ def test_uci_har(tmp_path: Path, name: str) -> None:
         load_dataset("uci-har", tmp_path)
 
 
+def test_windows_of_uci_har_share_no_reading(tmp_path: Path) -> None:
+    """Its windows begin 64 readings after each other, so every second row of a person's activity is used.
+
+    Otherwise 24 of 25 test samples would share half of their readings with a training sample (8:1:1).
+    """
+    runs = [(1, 2, 5), (1, 1, 2), (2, 1, 4)]  # a person, an activity, so many windows
+    rows, first = [], 0
+    for person, activity, windows in runs:
+        rows += [(person, activity, first + 64 * window) for window in range(windows)]
+        first += 10_000
+    place = tmp_path / "uci-har"
+    (place / "train" / "Inertial Signals").mkdir(parents=True)
+    (place / "activity_labels.txt").write_text("1 WALKING\n2 SITTING\n")
+    for column, what in enumerate(("subject", "y")):
+        (place / "train" / f"{what}_train.txt").write_text("\n".join(str(row[column]) for row in rows))
+    signal = "\n".join(" ".join(map(str, range(start, start + 128))) for _, _, start in rows)
+    for name in HAR_CHANNELS:
+        (place / "train" / "Inertial Signals" / f"{name}_train.txt").write_text(signal)
+    dataset = load_dataset("uci-har", tmp_path)
+    assert dataset.images[:, 0, 0].tolist() == [0, 128, 256, 10_000, 20_000, 20_128]
+    assert dataset.labels.tolist() == [1, 1, 1, 0, 0, 0] and dataset.owners is not None
+    assert dataset.owners.tolist() == [0, 0, 0, 0, 1, 1]
+
+
 def test_pamap2(tmp_path: Path) -> None:
     """600 rows of walking make two windows, 255 of lying none, and those without an activity do not count."""
     place = tmp_path / "PAMAP2_Dataset" / "Protocol"

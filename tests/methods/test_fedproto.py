@@ -16,6 +16,7 @@ from polyfed.message import Message, State
 from polyfed.methods.base import Batch, Knowledge, Reply
 from polyfed.methods.fedproto import FedProto
 from polyfed.methods.parts.statistics import class_means
+from polyfed.methods.parts.tools import distance
 from tests import support
 from tests.methods import parity
 
@@ -101,6 +102,19 @@ def test_distance_zero_has_a_finite_gradient(penalty: str) -> None:
     net.prototypes.known[int(y)] = True
     clients.method.loss(net, Batch(x, y)).sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in net.parameters() if p.grad is not None)
+
+
+def test_rounding_gives_no_direction() -> None:
+    """The prototype of a class's only sample is its feature, but for the rounding of another batch: nothing to pull.
+
+    A gradient of length 1 in the direction of rounding moved weights by up to 0.008, differently on each engine.
+    """
+    prototypes = torch.tensor([[3.0, 4.0], [3.0, 4.0]])
+    features = torch.tensor([[3.0, 4.0 + 1e-6], [3.0, 4.01]], requires_grad=True)
+    away = distance(features, prototypes)
+    away.sum().backward()
+    assert away.tolist() == pytest.approx([0.0, 0.01], abs=1e-5) and features.grad is not None
+    assert features.grad[0].tolist() == [0.0, 0.0] and features.grad[1].tolist() == pytest.approx([0.0, 1.0])
 
 
 def test_prediction_takes_the_nearest_known_prototype() -> None:

@@ -19,17 +19,21 @@ if TYPE_CHECKING:
 SAMPLES = {"samples": Counts((1,))}
 """Schema of the metadata behind a mean weighted by samples."""
 
+ROUNDING = 1e-5
+"""A vector and the same one calculated in another batch differ by less, as a share of their length."""
+
 
 def distance(a: Tensor, b: Tensor, kind: Literal["euclidean", "mse"] = "euclidean") -> Tensor:
     """Distance of vectors along the last axis: the Euclidean norm of the difference, or its mean square.
 
-    The norm has no gradient at zero; zero is used there.
+    The norm has no gradient at zero; zero is used there. What is closer to `b` than rounding can tell is at zero: the
+    feature of a class's only sample is its class's prototype, and the gradient would have length one in any direction.
     """
     squares = (a - b).square()
     if kind == "mse":
         return squares.mean(-1)
     total = squares.sum(-1)
-    positive = total > 0
+    positive = total > ROUNDING**2 * b.square().sum(-1)
     return torch.where(positive, torch.where(positive, total, 1.0).sqrt(), 0.0)
 
 
