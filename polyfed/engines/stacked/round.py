@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from polyfed.engines.client import round as local
 from polyfed.engines.client.batches import visits
@@ -101,12 +102,15 @@ class CohortRound:
         return tracked
 
     def weights(self) -> Tensor:
-        """The largest absolute value of everything trained; it is not finite if training has diverged."""
-        return largest(tensor for phase in self.phases for tensor in self._trained(phase).values())
+        """The norm of everything trained, in few kernels; it is not finite if training has diverged."""
+        return get_total_norm([tensor for phase in self.phases for tensor in self._trained(phase).values()])
 
-    def check_weights(self, largest_value: Tensor, round: int) -> None:
-        """Raise if what `weights` found is not finite; only then is the client and phase looked for."""
-        if bool(largest_value.isfinite()):
+    def check_weights(self, norm: Tensor, round: int) -> None:
+        """Raise if what `weights` found is not finite; only then is the client and phase looked for.
+
+        None is found if only the norm is too large for a float.
+        """
+        if bool(norm.isfinite()):
             return
         for i, client in enumerate(self.clients):
             for phase in self.phases:
