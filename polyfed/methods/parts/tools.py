@@ -173,7 +173,8 @@ def store_vectors(state: Mapping[str, Tensor], name: str, vectors: Tensor, label
     """The entries of a `ClassVectors` module's state after it received vectors for some classes."""
     if len(vectors) != len(labels):
         raise BadMessage(f"there are {len(vectors)} vectors for {len(labels)} classes.")
-    kept, known = state[f"{name}.vectors"].clone(), state[f"{name}.known"].clone()
-    kept[labels] = vectors.to(kept)
-    known[labels] = True
-    return {f"{name}.vectors": kept, f"{name}.known": known}
+    kept, known = state[f"{name}.vectors"], state[f"{name}.known"]
+    return {
+        f"{name}.vectors": kept.index_copy(0, labels, vectors.to(kept)),
+        f"{name}.known": known.index_fill(0, labels, True),
+    }
