@@ -232,7 +232,11 @@ def _amount(name: str) -> Show:
 
 
 def _percent(share: float, unit: str = "", sign: str = "", digits: int = 2) -> str:
-    return "–" if math.isnan(share) else f"{100 * share:{sign}.{digits}f}{unit}"
+    """
+    >>> _percent(-0.00001), _percent(-0.00001, sign="+")
+    ('0.00', '+0.00')
+    """
+    return "–" if math.isnan(share) else f"{100 * share:{sign}z.{digits}f}{unit}"
 
 
 def _number(value: float, form: str) -> str:

@@ -96,7 +96,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
     if name in STDS:
         std = row[STDS[name]]
         return f"{value:.2f} ± {std:.2f}" if std == std else f"{value:.2f}"
-    return quantity(value).strip() if name.endswith("_to_target") else f"{value:+.2f}"
+    return quantity(value).strip() if name.endswith("_to_target") else f"{value:+z.2f}"
 
 
 def remarks(done: Reproduction) -> list[str]:
