@@ -31,7 +31,7 @@ from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.layers import trouble
 from polyfed.engines.stacked.plan import Plan
 from polyfed.engines.stacked.replays import CohortReplays, Replays
-from polyfed.engines.stacked.round import Afterwards, CohortRound
+from polyfed.engines.stacked.round import Afterwards, CohortRound, uploads
 from polyfed.engines.stacked.trial import Trial
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
@@ -227,9 +227,8 @@ class VectorizedEngine(LocalEngine):
             losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
             work.check_weights(weights, round)
             local.check_statistics(answers, clients, round)
-            pairs = zip(clients, answers, strict=True)
-            uploads = (local.upload(*people.home(client), answer) for client, answer in pairs)
-            messages = [self._within_budget(message, round) for message in uploads]
+            made = uploads(people, clients, answers, stream)
+            messages = [self._within_budget(message, round) for message in made]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)

@@ -245,6 +245,8 @@ class Method:
     """Values of its options that are worth trying, in ascending order: what its paper searched, or ours."""
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
+    uploads_in_threads: ClassVar[bool] = False
+    """Whether an upload keeps a core of the CPU busy for long, so that a simulation makes several at once."""
 
     class Config(Settings):
         """The method's options; a method with options overrides this with a subclass."""

@@ -53,6 +53,7 @@ class FedKD(SharedNetwork):
         "but is no protection."
     )
     depends_on_rounds = True
+    uploads_in_threads = True  # each has eigenvectors to find
     receives = ("shared", "received")
     grid = {"energy_start": (0.8, 0.9, 0.95), "energy_end": (0.95, 0.98, 0.99)}
 

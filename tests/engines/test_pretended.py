@@ -29,6 +29,7 @@ NOT_PRETENDED = {"fedl2g"}
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that computes does it on the other device."""
     monkeypatch.setattr(polyfed.assemble, "find_device", lambda name: OTHER)
+    monkeypatch.setattr(METHODS["fedkd"], "uploads_in_threads", False)  # another thread would not pretend
     plain = polyfed.message.is_plain
     monkeypatch.setattr(polyfed.message, "is_plain", lambda x: plain(x.inner if isinstance(x, OnGpu) else x))
 

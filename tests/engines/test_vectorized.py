@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines import stacked as stacked_package
 from polyfed.engines.stacked import drawer, passes
+from polyfed.engines.stacked import round as stacked_round
 from polyfed.engines.stacked.captured import reason
 from polyfed.engines.stacked.plan import new_plan
 from polyfed.engines.stacked.round import CohortRound
@@ -343,3 +345,19 @@ def test_training_that_diverges_is_named_before_an_answer_is_made(
     monkeypatch.setattr(Method, "upload", lambda *given: pytest.fail("an answer from numbers that are not finite"))
     with pytest.raises(DivergedError, match="lr"):
         run(tmp_path, engine, "standalone", models=(support.Wide,), lr=1e30)
+
+
+def test_slow_uploads_are_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients wait for each other; what they send is what they send one after another."""
+    fedkd, meeting = METHODS["fedkd"], threading.Barrier(2, timeout=30)
+    upload, threads, settings = fedkd.upload, torch.get_num_threads(), {"clients": 2, "models": (support.Wide,)}
+    monkeypatch.setattr(stacked_round, "available_cores", lambda: 2)
+    monkeypatch.setattr(fedkd, "upload", lambda method, client: (meeting.wait(), upload(method, client))[1])
+    at_once, _, first = run(tmp_path / "at once", VectorizedEngine, "fedkd", **settings)
+    monkeypatch.setattr(fedkd, "upload", upload)
+    monkeypatch.setattr(fedkd, "uploads_in_threads", False)
+    in_turn, _, second = run(tmp_path / "in turn", VectorizedEngine, "fedkd", **settings)
+    pd.testing.assert_frame_equal(at_once, in_turn, check_exact=True)
+    for client in (0, 1):
+        torch.testing.assert_close(first.engine.get_state(client), second.engine.get_state(client), rtol=0, atol=0)
+    assert torch.get_num_threads() == threads

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from polyfed.compute import available_cores, compute_threads
 from polyfed.engines.client import round as local
 from polyfed.engines.client.batches import visits
 from polyfed.engines.stacked import passes
+from polyfed.engines.stacked.captured import Stream
 from polyfed.engines.stacked.passes import Collected
 from polyfed.engines.stacked.replays import CohortReplays
 from polyfed.engines.stacked.step import PhaseStep, Stack
-from polyfed.message import State, largest
-from polyfed.methods.base import Method, Phase
+from polyfed.message import Message, State, largest
+from polyfed.methods.base import Method, Phase, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, means_from_sums
 from polyfed.population import Population
@@ -47,6 +50,23 @@ class Afterwards:
             inspects = type(population.method).inspect is not Method.inspect
             inspected = passes.inspect(population, clients, network, state) if inspects else {}
             return cls(collected, passes.probe(population, clients, network, state, round), inspected)
+
+
+def uploads(
+    population: Population, clients: Sequence[int], answers: Sequence[Trained], stream: Stream
+) -> Iterator[Message]:
+    """What leaves the clients of a cohort, one after another, or several at once if the method says so."""
+    homes = [population.home(client) for client in clients]
+    if not population.method.uploads_in_threads:
+        yield from (local.upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
+        return
+
+    def made(home: tuple[Population, int], answer: Trained) -> Message:
+        with stream.entered(), torch.no_grad():  # a thread of its own is in no stream and in no such block
+            return local.upload(*home, answer)
+
+    with compute_threads(1), ThreadPoolExecutor(available_cores(), thread_name_prefix="polyfed-upload") as pool:
+        yield from pool.map(made, homes, answers)
 
 
 @dataclass(frozen=True, eq=False)

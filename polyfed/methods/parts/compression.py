@@ -21,8 +21,8 @@ from polyfed.message import Floats, Schema, State, largest_each
 from polyfed.methods.parts.tools import is_variance
 
 LEFT, RIGHT = ".left", ".right"
-_SMALL = 32
-"""Rows of a matrix whose eigenvectors a CPU has found before a GPU has launched its kernels."""
+_SMALL = 512
+"""Rows of a matrix whose eigenvectors are found on the CPU: a GPU needs 11 ms for 500 rows, and finds one at a time."""
 
 
 def changes(state: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> State:
