@@ -237,7 +237,29 @@ def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
     """The levels as texts; a missing one is empty."""
     import pandas as pd
 
-    return np.array(["" if pd.isna(value) else str(value) for value in column], dtype=object)
+    return np.array(["" if pd.isna(value) else _as_text(value) for value in column], dtype=object)
+
+
+def _as_text(value: object) -> str:
+    """A level as a text; a whole number is the same one whether or not pandas has made a float of it."""
+    whole = isinstance(value, float | np.floating) and float(value).is_integer()
+    return str(int(value)) if whole else str(value)  # type: ignore[call-overload]
+
+
+def holds_numbers(column: pd.Series[Any]) -> bool:
+    """Whether a column holds numbers or truths, of which some may be missing."""
+    from pandas.api import types
+
+    if types.is_bool_dtype(column) or types.is_numeric_dtype(column):
+        return True
+    return types.is_object_dtype(column) and types.infer_dtype(column, skipna=True) == "boolean"
+
+
+def text_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns that hold nothing but texts, as far as they hold something."""
+    from pandas.api.types import infer_dtype
+
+    return [name for name in frame.columns if infer_dtype(frame[name], skipna=True) == "string"]
 
 
 def _check_columns(
@@ -280,7 +302,7 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
         values = frame[column]
         if values.isna().all():
             raise InputError(f"column '{column}' of '{name}' is empty: leave it out (drop={column}).")
-        if types.is_bool_dtype(values) or types.is_numeric_dtype(values):
+        if holds_numbers(values):
             if not np.isfinite(as_numbers(values).dropna()).all():
                 raise InputError(f"column '{column}' of '{name}' has infinite values: replace them.")
             numbers.append(Number(column=column, fill=0, mean=0, std=1))
@@ -343,12 +365,10 @@ def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes
 
 def _check_rows(constants: Constants, frame: pd.DataFrame, what: str, who: str) -> None:
     """Check that rows have the columns that are needed, with numbers where these are."""
-    from pandas.api.types import is_numeric_dtype
-
     missing = [column for column in constants.columns if column not in frame.columns]
     if missing:
         raise InputError(f"{what} lacks the column '{missing[0]}', which {who}: add it.")
     for each in constants.numbers:
         values = frame[each.column]
-        if not is_numeric_dtype(values) and not values.isna().all():
+        if not holds_numbers(values) and not values.isna().all():
             raise InputError(f"column '{each.column}' of {what} has texts, but {who} numbers there: replace them.")

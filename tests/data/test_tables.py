@@ -146,6 +146,29 @@ def test_codes_are_categories() -> None:
     assert from_frame(pd.DataFrame({"ward": ["1", "2", "3b"], "y": ["a", "b", "a"]}), "y").input_shape == (3,)
 
 
+def test_codes_are_the_same_categories_in_files_where_all_look_like_numbers(tmp_path: Path) -> None:
+    """With a field empty, pandas reads 1 and 02 as 1.0 and 2.0."""
+    whole = written(tmp_path / "all.csv", "grade,y\n1,a\n02,b\nX,a\n")
+    part = written(tmp_path / "part.csv", "grade,y\n02,a\n,b\n1,b\n")
+    dataset = load_dataset(f"table:{whole}?label=y&test={part}")
+    assert dataset.images.tolist()[3:] == [[1, 0, 0], [0, 0, 0], [0, 1, 0]]  # '02' comes before '1'
+    save_constants(load_dataset(f"table:{whole}?label=y"), tmp_path / "agreed.json")
+    site = load_dataset(f"table:{part}?constants={tmp_path / 'agreed.json'}")
+    assert site.images.tolist() == dataset.images.tolist()[3:]
+    frames = pd.DataFrame({"grade": ["2", "1", "X"], "y": [0, 1, 0]}), pd.DataFrame({"grade": [1, None], "y": [0, 1]})
+    joined = from_frame(frames[0], "y", frames[1])
+    assert joined.images.tolist()[3:] == [[1, 0, 0], [0, 0, 0]]
+
+
+def test_truths_stay_numbers_where_one_is_missing(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", "smokes,y\ntrue,a\nfalse,b\n,a\ntrue,b\n")
+    dataset = load_dataset(f"table:{path}?label=y")
+    assert dataset.images[:, 0].tolist() == [dataset.images[0, 0].item() * each for each in (1, -3, 1, 1)]
+    save_constants(dataset, tmp_path / "agreed.json")
+    again = load_dataset(f"table:{path}?constants={tmp_path / 'agreed.json'}")
+    assert torch.equal(again.images, dataset.images)
+
+
 ROWS = 202
 
 
