@@ -169,6 +169,8 @@ def from_frame(
     assert label is not None
     rows = frame if test is None else _joined(frame, test, name)
     labels, classes = as_classes(rows[label], name)
+    if client is not None:
+        _check_complete(rows[client], "client", name)
     if constants is None:
         used = [column for column in rows.columns if column not in (label, client, *drop)]
         constants = _plan(rows[used], label, classes, name)
@@ -208,12 +210,7 @@ def save_constants(dataset: Dataset, path: Path | str) -> None:
 
 def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ...]]:
     """Labels 0 … C − 1 and the classes' names: the values in ascending order."""
-    missing = np.flatnonzero(values.isna().to_numpy())
-    if len(missing):
-        raise InputError(
-            f"the label '{values.name}' of '{name}' is missing in {counted(len(missing), 'row')}, the first at "
-            f"{missing[0]}: fill these in, or leave the rows out."
-        )
+    _check_complete(values, "label", name)
     if values.dtype.kind == "f":
         fractions = np.flatnonzero((values != values.round()).to_numpy())
         if len(fractions):
@@ -227,6 +224,15 @@ def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ..
     names = tuple(str(each) for each in found)
     numbers = {each: position for position, each in enumerate(names)}
     return torch.tensor([numbers[str(value)] for value in values]), names
+
+
+def _check_complete(values: pd.Series[Any], what: str, name: str) -> None:
+    missing = np.flatnonzero(values.isna().to_numpy())
+    if len(missing):
+        raise InputError(
+            f"the {what} '{values.name}' of '{name}' is missing in {counted(len(missing), 'row')}, the first at "
+            f"{missing[0]}: fill these in, or leave the rows out."
+        )
 
 
 def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:

@@ -194,6 +194,13 @@ def test_tables_that_cannot_be_used(columns: dict[str, object], label: str | Non
         from_frame(pd.DataFrame(columns), label)
 
 
+@pytest.mark.parametrize("kind", ["object", "string"])
+def test_rows_of_nobody_are_refused(kind: str) -> None:
+    frame = pd.DataFrame({"v": [1.0, 2.0, 3.0], "ward": ["n", None, "s"], "y": ["a", "b", "a"]}).astype({"ward": kind})
+    with pytest.raises(InputError, match="the client 'ward' of 'table' is missing in 1 row, the first at 1: fill"):
+        from_frame(frame, "y", client="ward")
+
+
 def test_columns_can_be_left_out(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv")
     assert load_dataset(f"table:{path}?label=kind&drop=town,smokes").input_shape == (1,)
