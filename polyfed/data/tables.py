@@ -168,7 +168,7 @@ def from_frame(
     _check_columns(frame, label, client, drop, name)
     assert label is not None
     rows = frame if test is None else _joined(frame, test, name)
-    labels, classes = as_classes(rows[label], name)
+    labels, classes = as_classes(rows[label], name, least=2 if constants is None else 1)
     if client is not None:
         _check_complete(rows[client], "client", name)
     if constants is None:
@@ -208,8 +208,8 @@ def save_constants(dataset: Dataset, path: Path | str) -> None:
     Path(path).write_text(json.dumps(dataset.table.constants.model_dump(mode="json"), indent=2) + "\n")
 
 
-def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ...]]:
-    """Labels 0 … C − 1 and the classes' names: the values in ascending order."""
+def as_classes(values: pd.Series[Any], name: str, least: int = 2) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels 0 … C − 1 and the classes' names: the values in ascending order, at least so many."""
     _check_complete(values, "label", name)
     if values.dtype.kind == "f":
         fractions = np.flatnonzero((values != values.round()).to_numpy())
@@ -219,7 +219,7 @@ def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ..
     found = sorted(values.unique().tolist()) if values.dtype.kind in "iufb" else sorted({str(v) for v in values})
     if len(found) > MANY and 2 * len(found) > len(values):
         raise no_regression(name, f"{len(found)} different values in {len(values)} rows")
-    if len(found) < 2:
+    if len(found) < least:
         raise InputError(f"the label '{values.name}' of '{name}' has a single value: a classifier needs 2 or more.")
     names = tuple(str(each) for each in found)
     numbers = {each: position for position, each in enumerate(names)}
@@ -331,17 +331,21 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
 
 def _check_no_numbers(levels: Sequence[str], column: str, name: str) -> None:
     """Raise if a column of texts is one of numbers that were not recognised, which must not become categories."""
-    if any("," in level for level in levels) and all(COMMA.fullmatch(level) for level in levels):
-        example = next(level for level in levels if "," in level)
-        raise InputError(
-            f"column '{column}' of '{name}' has numbers with commas, such as '{example}': write them with points "
-            f"(pandas.read_csv(path, decimal=',') reads decimal commas)."
-        )
+    _check_no_commas(levels, column, f"'{name}'")
     odd = [level for level in levels if not NUMBER.fullmatch(level)]
     if odd and len(levels) >= FEW_LEVELS and 10 * len(odd) <= len(levels):
         raise InputError(
             f"column '{column}' of '{name}' has {len(levels) - len(odd)} different numbers, but also texts such as "
             f"'{odd[0]}': leave fields empty where a number is missing, or leave the column out (drop={column})."
+        )
+
+
+def _check_no_commas(levels: Sequence[str], column: str, what: str) -> None:
+    if any("," in level for level in levels) and all(COMMA.fullmatch(level) for level in levels):
+        example = next(level for level in levels if "," in level)
+        raise InputError(
+            f"column '{column}' of {what} has numbers with commas, such as '{example}': write them with points "
+            f"(pandas.read_csv(path, decimal=',') reads decimal commas)."
         )
 
 
@@ -367,6 +371,14 @@ def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes
         raise InputError(
             f"'{name}' has the class '{unknown[0]}', but the agreed constants only know {', '.join(constants.classes)}."
         )
+    for category in constants.categories:
+        texts = {*as_texts(frame[category.column])} - {""}
+        if texts and not texts & {*category.levels}:
+            known = ", ".join(category.levels[:10]) + (", …" if len(category.levels) > 10 else "")
+            raise InputError(
+                f"column '{category.column}' of '{name}' has none of the texts that the agreed constants name there "
+                f"({known}), but '{min(texts)}': write them in the same way, or agree on these too."
+            )
 
 
 def _check_rows(constants: Constants, frame: pd.DataFrame, what: str, who: str) -> None:
@@ -377,4 +389,5 @@ def _check_rows(constants: Constants, frame: pd.DataFrame, what: str, who: str) 
     for each in constants.numbers:
         values = frame[each.column]
         if not holds_numbers(values) and not values.isna().all():
+            _check_no_commas(sorted({*as_texts(values)} - {""}), each.column, what)
             raise InputError(f"column '{each.column}' of {what} has texts, but {who} numbers there: replace them.")
