@@ -35,6 +35,7 @@ MOST_LEVELS = 100
 FEW_LEVELS = 20
 """A column of texts with fewer different values may be one of codes that look like numbers."""
 COMMA = re.compile(r"\s*[-+]?[\d.,]*\d\s*")
+DATE = re.compile(r"(\d{4}-\d\d?-\d\d?|\d\d?([./])\d\d?\2(\d\d|\d{4}))([ T]+\d\d?:.*)?")
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -89,7 +90,7 @@ class Constants(Settings):
 
     def samples_of(self, rows: pd.DataFrame, what: str) -> Tensor:
         """The same of rows that come after training; other columns, the label's for instance, are not used."""
-        rows = rows.rename(columns=str)
+        rows = with_texts_as_names(rows)
         _check_rows(self, rows, what, "the model needs")
         for each in self.numbers:
             if np.isinf(as_numbers(rows[each.column])).any():
@@ -164,7 +165,7 @@ def from_frame(
     >>> dataset.images.tolist(), dataset.class_names
     ([[-1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], ('no', 'yes'))
     """
-    frame = frame.rename(columns=str)
+    frame = with_texts_as_names(frame)
     _check_columns(frame, label, client, drop, name)
     assert label is not None
     rows = frame if test is None else _joined(frame, test, name)
@@ -189,6 +190,12 @@ def from_frame(
         table=table,
     )
     return with_clients(dataset, None if client is None else rows[client].to_numpy())
+
+
+def with_texts_as_names(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with a text as the name of each column: of a tuple, its parts with spaces between them."""
+    names = [" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in frame.columns]
+    return frame.set_axis(names, axis=1)
 
 
 def read_constants(path: Path) -> Constants:
@@ -291,7 +298,7 @@ def _check_columns(
 def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:
     import pandas as pd
 
-    test = test.rename(columns=str)
+    test = with_texts_as_names(test)
     if set(test.columns) != set(frame.columns):
         odd = sorted(set(test.columns) ^ set(frame.columns))
         raise InputError(f"only one of training and test rows of '{name}' has the column '{odd[0]}': make them equal.")
@@ -314,7 +321,7 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
             numbers.append(Number(column=column, fill=0, mean=0, std=1))
             continue
         if types.is_datetime64_any_dtype(values) or types.is_timedelta64_dtype(values):
-            raise InputError(f"column '{column}' of '{name}' has dates: make numbers of them, or drop={column}.")
+            raise _no_dates(column, name, values.dropna().iloc[0])
         levels = sorted({*as_texts(values)} - {""})
         if not isinstance(values.dtype, CategoricalDtype):  # there the user has said what it is
             _check_no_numbers(levels, column, name)
@@ -330,14 +337,23 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
 
 
 def _check_no_numbers(levels: Sequence[str], column: str, name: str) -> None:
-    """Raise if a column of texts is one of numbers that were not recognised, which must not become categories."""
+    """Raise if a column of texts is one of numbers that were not recognised, or of dates: these are no categories."""
     _check_no_commas(levels, column, f"'{name}'")
+    if all(DATE.fullmatch(level) for level in levels):
+        raise _no_dates(column, name, levels[0])
     odd = [level for level in levels if not NUMBER.fullmatch(level)]
     if odd and len(levels) >= FEW_LEVELS and 10 * len(odd) <= len(levels):
         raise InputError(
             f"column '{column}' of '{name}' has {len(levels) - len(odd)} different numbers, but also texts such as "
             f"'{odd[0]}': leave fields empty where a number is missing, or leave the column out (drop={column})."
         )
+
+
+def _no_dates(column: str, name: str, example: object) -> InputError:
+    return InputError(
+        f"column '{column}' of '{name}' has dates, such as '{example}': make numbers of them, such as days since a "
+        f"date that you choose, or leave the column out (drop={column})."
+    )
 
 
 def _check_no_commas(levels: Sequence[str], column: str, what: str) -> None:

@@ -118,6 +118,16 @@ def test_whole_floats_are_classes_in_ascending_order() -> None:
     assert dataset.class_names == ("9", "10") and dataset.labels.tolist() == [1, 0, 1]
 
 
+def test_columns_may_have_numbers_or_pairs_as_names() -> None:
+    frame = pd.DataFrame({0: [1.0, 2.0] * 8, 1: ["a", "b"] * 8, 2: ["n"] * 8 + ["s"] * 8})
+    result = polyfed.run("standalone", data=frame, label=1, client=2, rounds=1)
+    assert result.population.dataset.class_names == ("a", "b")
+    frame.columns = pd.MultiIndex.from_tuples([("v", "w"), ("v", "y"), ("v", "z")])
+    with pytest.raises(InputError, match="label is 'y', but the columns of 'table' are v w, v y, v z"):
+        from_frame(frame, "y")
+    assert from_frame(frame, "v y", client="v z").input_shape == (1,)
+
+
 def test_a_users_frame_is_not_changed() -> None:
     frame = pd.DataFrame({0: [1.0, 2.0], "y": ["a", "b"]})
     from_frame(frame, "y")
@@ -132,6 +142,8 @@ def test_a_users_frame_is_not_changed() -> None:
             [*map(str, range(30)), "unknown"],
             "30 different numbers, but also texts such as 'unknown': leave fields empty",
         ),
+        (["2021-03-01", "2021-12-24 10:30", None], "dates, such as '2021-03-01': make numbers of them"),
+        (["24.12.2021", "1.3.21"], "dates, such as '1.3.21': make numbers of them"),
     ],
 )
 def test_numbers_do_not_become_categories(values: list[str | None], words: str) -> None:
