@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,3 +77,16 @@ def test_the_folder_of_another_federation_is_refused_with_the_remedy(tmp_path: P
     write_terms(tmp_path, name="trial-2")
     with pytest.raises(InputError, match=r"start a new run, with another name and folder .server.folder."):
         open_folder(read_terms(file, trust=True), file)
+
+
+def test_a_site_that_has_ended_says_so_before_it_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyfed.flower.node.SiteConnection", Mock())
+    line = make_site_keys(tmp_path / "keys", "amber")
+    write_terms(tmp_path, members={**terms()["members"], "amber": line})
+    member = read_member(write_member(tmp_path / "amber", "amber", key="../keys/amber.key"), trust=True)
+    shown: list[str] = []
+    take_part(member, shown.append)
+    assert shown == []
+    (member.settings.folder / "final.safetensors").touch()
+    take_part(member, shown.append)
+    assert len(shown) == 1 and "run trial-1 has ended here, and its model is in" in shown[0]
