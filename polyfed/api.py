@@ -250,7 +250,6 @@ def _resume(
     if not isinstance(from_round, int | None) or isinstance(from_round, bool):
         raise InputError(f"from (the round to go back to) is {from_round!r}, but must be a whole number at least 0.")
     folder = RunFolder.open(Path(path))
-    folder.check_resumable()
     before = folder.read_config(trust=trust)
     typed = named_by(settings)
     with trusting(trust, typed):
@@ -274,6 +273,7 @@ def _resume(
         for problem in folder.damage():
             watcher.on_note(problem)
         return Result(folder, folder.summary(), people)
+    folder.check_resumable()
     folder.check_settings(before)
     population = people()
     folder.check_facts(facts(population))

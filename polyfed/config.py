@@ -58,9 +58,21 @@ class Experiment(Settings):
     data: str = Field(
         "digits", description="a dataset's name, or your own as npz:PATH, folder:PATH, table:PATH; hf:NAME from the hub"
     )
-    label: str | None = Field(None, min_length=1, description="the column that holds the classes, in data with columns")
-    client: str | None = Field(None, min_length=1, description="the column that says whose a sample is")
-    image: str | None = Field(None, min_length=1, description="the column that holds the samples; none: it is found")
+    label: str | None = Field(
+        None,
+        min_length=1,
+        coerce_numbers_to_str=True,
+        description="the column that holds the classes, in data with columns",
+    )
+    client: str | None = Field(
+        None, min_length=1, coerce_numbers_to_str=True, description="the column that says whose a sample is"
+    )
+    image: str | None = Field(
+        None,
+        min_length=1,
+        coerce_numbers_to_str=True,
+        description="the column that holds the samples; none: it is found",
+    )
     data_folder: Path | None = Field(None, description="where datasets are; none: $POLYFED_DATA or ./data")
     partition: Partition = Field(
         "shares",

@@ -70,17 +70,19 @@ def network_profile(name: str, network: SplitNetwork) -> Profile:
 def check_common(method: Method, profiles: Mapping[int, Profile]) -> None:
     """Raise unless the clients have in common what the method needs; the error names the clients and the difference."""
     alike = len({profile.features for profile in profiles.values()}) == 1
+    fewest = min((profile.features for profile in profiles.values() if profile.features is not None), default=500)
+    number = f"(--features {fewest})"
     head_remedy = (
         "choose networks with the same kind of head, such as one linear layer with a bias"
         if alike
-        else "choose networks with equal heads, or bring them to one number of features (--features 500)"
+        else f"choose networks with equal heads, or bring them to one number of features {number}"
     )
     tests: dict[str, tuple[str, Callable[[Profile], Hashable], str]] = {
         "network": ("the same network", lambda own: own.network, "give all the same one (--models cnn1)"),
         "features": (
             "the same number of features",
             lambda own: f"{own.features} features",
-            "bring them to one number (--features 500)",
+            f"bring them to one number {number}",
         ),
         "head": ("the same head", lambda own: own.head, head_remedy),
         "frozen": (
@@ -103,9 +105,10 @@ def check_common(method: Method, profiles: Mapping[int, Profile]) -> None:
 
 
 def _having(clients: Sequence[int], profiles: Mapping[int, Profile], value: Hashable) -> str:
-    """Who has what; with the network's name, unless that is what they have."""
-    network = profiles[clients[0]].network
-    named = f" ({network})" if network and network != value else ""
+    """Who has what; with the names of their networks, unless these are what they have."""
+    networks = [name for name in dict.fromkeys(profiles[client].network for client in clients) if name != value]
+    shown = [name for name in networks if name][:3]
+    named = f" ({', '.join(shown)}{', …' if len(networks) > len(shown) else ''})" if shown else ""
     return f"{clients_named(clients)}{named} {'has' if len(clients) == 1 else 'have'} {value}"
 
 

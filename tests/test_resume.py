@@ -254,3 +254,12 @@ def test_a_run_that_continues_with_another_version_says_so(tmp_path: Path, monke
     polyfed.resume(path, **tiny())
     (note,) = notes(path)
     assert note.startswith("until round 2 the run was made by polyfed 0") and "continues with 99.0" in note
+
+
+def test_a_finished_run_with_clients_elsewhere_is_only_read(tmp_path: Path) -> None:
+    polyfed.run(**{**support.DEFAULTS, "method": "fedproto", "rounds": 1}, **tiny(), out=tmp_path / "run")
+    claim = tmp_path / "run" / "run.json"
+    claim.write_text(claim.read_text().replace("{", '{"command": "polyfed server run terms.yaml",', 1))
+    assert polyfed.resume(tmp_path / "run").summary["rounds"] == 1
+    with pytest.raises(InputError, match="are elsewhere: continue it with `polyfed server run terms.yaml`"):
+        polyfed.resume(tmp_path / "run", rounds=2)

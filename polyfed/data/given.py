@@ -16,7 +16,7 @@ from polyfed.data.dataset import Dataset
 from polyfed.data.own import guess_address, no_columns
 from polyfed.data.samples import Samples, join_samples
 from polyfed.data.sources import load_dataset
-from polyfed.data.tables import Table, from_frame
+from polyfed.data.tables import Table, from_frame, with_texts_as_names
 from polyfed.data.torch_datasets import no_dataset, read_samples
 from polyfed.errors import InputError
 
@@ -41,7 +41,8 @@ def as_data(data: Any, settings: Mapping[str, Any]) -> str | Dataset:
         return data
     if isinstance(data, Path):
         return guess_address(str(data)).text
-    columns = Columns(*(settings.get(name) for name in ("label", "client", "image")))
+    named = [settings.get(name) for name in ("label", "client", "image")]
+    columns = Columns(*(None if name is None else str(name) for name in named))
     if isinstance(data, Dataset):
         columns.refuse(data.name)
         return data
@@ -103,8 +104,7 @@ def _with_labels(data: tuple[Any, ...], columns: Columns) -> pd.DataFrame:
                 f"the frame has {len(data[0])} rows, but what is given beside it as its {what.split()[0]} has the "
                 f"shape {values.shape}: give one value per row."
             )
-    frame: pd.DataFrame = data[0].rename(columns=str)
-    return frame.assign(**added)
+    return with_texts_as_names(data[0]).assign(**added)
 
 
 def _label(frame: pd.DataFrame, columns: Columns) -> str | None:

@@ -161,7 +161,8 @@ def _client_values(client: Any, name: str) -> NDArray[Any]:
     if array.ndim == 2 and array.shape[1] == 1:
         array = array.reshape(-1)
     missing = array.dtype.kind == "f" and bool((array != np.round(array)).any())
-    if array.ndim != 1 or array.dtype.kind not in "biufUTO" or missing or any(v is None for v in array.tolist()):
+    missing = missing or any(v is None or (isinstance(v, float) and v != v) for v in array.reshape(-1).tolist())
+    if array.ndim != 1 or array.dtype.kind not in "biufUTO" or missing:
         raise InputError(
             f"dataset '{name}' has a client array of {array.dtype} values and shape {array.shape}, or with values "
             f"missing: give one number or name per sample."

@@ -87,6 +87,9 @@ def load_dataset(
         return OWN[address.kind](address.with_settings(label=label, client=client, image=image))
     source = SOURCES.get(name.lower())
     if source is None or not source.load:
+        kind, colon, _ = name.partition(":")
+        if colon and len(kind) > 1 and not Path(name).exists():  # a single letter is a drive of Windows
+            raise unknown_name("kind of data", kind, OWN)
         if "/" in name or Path(name).suffix in (".npz", ".csv", ".parquet") or Path(name).exists():
             own = guess_address(name)
             raise InputError(f"'{name}' is not the name of a dataset: for your own data write {own.text}.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import one_line
 from polyfed.data.own import Address
-from polyfed.data.tables import Constants, from_frame, read_constants
+from polyfed.data.tables import Constants, from_frame, read_constants, text_columns
 from polyfed.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ def read_table(address: Address, constants: Constants | None = None) -> Dataset:
     if "constants" in options:
         constants = read_constants(Path(options["constants"]).expanduser())
     drop = [column for column in options.get("drop", "").split(",") if column]
+    frame = read_frame(address.file, [] if constants is None else [each.column for each in constants.categories])
     return from_frame(
-        read_frame(address.file),
+        frame,
         options.get("label", constants.label if constants else None),
-        None if test is None else read_frame(test),
+        None if test is None else read_frame(test, text_columns(frame)),
         address.name,
         client=options.get("client"),
         drop=drop,

@@ -35,6 +35,7 @@ MOST_LEVELS = 100
 FEW_LEVELS = 20
 """A column of texts with fewer different values may be one of codes that look like numbers."""
 COMMA = re.compile(r"\s*[-+]?[\d.,]*\d\s*")
+DATE = re.compile(r"(\d{4}-\d\d?-\d\d?|\d\d?([./])\d\d?\2(\d\d|\d{4}))([ T]+\d\d?:.*)?")
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -97,7 +98,7 @@ class Constants(Settings):
                 f"the model was trained on a table, so it can't predict a value of type {type(rows).__name__}: give "
                 f"rows as they are in the table, in a frame with the columns {_shown(self.columns)}."
             )
-        rows = rows.rename(columns=str)
+        rows = with_texts_as_names(rows)
         _check_rows(self, rows, what, "the model needs")
         for each in self.numbers:
             if np.isinf(as_numbers(rows[each.column])).any():
@@ -172,11 +173,13 @@ def from_frame(
     >>> dataset.images.tolist(), dataset.class_names
     ([[-1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], ('no', 'yes'))
     """
-    frame = frame.rename(columns=str)
+    frame = with_texts_as_names(frame)
     _check_columns(frame, label, client, drop, name)
     assert label is not None
     rows = frame if test is None else _joined(frame, test, name)
-    labels, classes = as_classes(rows[label], name)
+    labels, classes = as_classes(rows[label], name, least=2 if constants is None else 1)
+    if client is not None:
+        _check_complete(rows[client], "client", name)
     if constants is None:
         used = [column for column in rows.columns if column not in (label, client, *drop)]
         constants = _plan(rows[used], label, classes, name)
@@ -197,6 +200,12 @@ def from_frame(
     return with_clients(dataset, None if client is None else rows[client].to_numpy())
 
 
+def with_texts_as_names(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with a text as the name of each column: of a tuple, its parts with spaces between them."""
+    names = [" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in frame.columns]
+    return frame.set_axis(names, axis=1)
+
+
 def read_constants(path: Path) -> Constants:
     """The constants in a file that `save_constants` wrote."""
     try:
@@ -214,14 +223,9 @@ def save_constants(dataset: Dataset, path: Path | str) -> None:
     Path(path).write_text(json.dumps(dataset.table.constants.model_dump(mode="json"), indent=2) + "\n")
 
 
-def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ...]]:
-    """Labels 0 … C − 1 and the classes' names: the values in ascending order."""
-    missing = np.flatnonzero(values.isna().to_numpy())
-    if len(missing):
-        raise InputError(
-            f"the label '{values.name}' of '{name}' is missing in {counted(len(missing), 'row')}, the first at "
-            f"{missing[0]}: fill these in, or leave the rows out."
-        )
+def as_classes(values: pd.Series[Any], name: str, least: int = 2) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels 0 … C − 1 and the classes' names: the values in ascending order, at least so many."""
+    _check_complete(values, "label", name)
     if values.dtype.kind == "f":
         fractions = np.flatnonzero((values != values.round()).to_numpy())
         if len(fractions):
@@ -230,11 +234,20 @@ def as_classes(values: pd.Series[Any], name: str) -> tuple[Tensor, tuple[str, ..
     found = sorted(values.unique().tolist()) if values.dtype.kind in "iufb" else sorted({str(v) for v in values})
     if len(found) > MANY and 2 * len(found) > len(values):
         raise no_regression(name, f"{len(found)} different values in {len(values)} rows")
-    if len(found) < 2:
+    if len(found) < least:
         raise InputError(f"the label '{values.name}' of '{name}' has a single value: a classifier needs 2 or more.")
     names = tuple(str(each) for each in found)
     numbers = {each: position for position, each in enumerate(names)}
     return torch.tensor([numbers[str(value)] for value in values]), names
+
+
+def _check_complete(values: pd.Series[Any], what: str, name: str) -> None:
+    missing = np.flatnonzero(values.isna().to_numpy())
+    if len(missing):
+        raise InputError(
+            f"the {what} '{values.name}' of '{name}' is missing in {counted(len(missing), 'row')}, the first at "
+            f"{missing[0]}: fill these in, or leave the rows out."
+        )
 
 
 def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:
@@ -245,7 +258,29 @@ def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
     """The levels as texts; a missing one is empty."""
     import pandas as pd
 
-    return np.array(["" if pd.isna(value) else str(value) for value in column], dtype=object)
+    return np.array(["" if pd.isna(value) else _as_text(value) for value in column], dtype=object)
+
+
+def _as_text(value: object) -> str:
+    """A level as a text; a whole number is the same one whether or not pandas has made a float of it."""
+    whole = isinstance(value, float | np.floating) and float(value).is_integer()
+    return str(int(value)) if whole else str(value)  # type: ignore[call-overload]
+
+
+def holds_numbers(column: pd.Series[Any]) -> bool:
+    """Whether a column holds numbers or truths, of which some may be missing."""
+    from pandas.api import types
+
+    if types.is_bool_dtype(column) or types.is_numeric_dtype(column):
+        return True
+    return types.is_object_dtype(column) and types.infer_dtype(column, skipna=True) == "boolean"
+
+
+def text_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns that hold nothing but texts, as far as they hold something."""
+    from pandas.api.types import infer_dtype
+
+    return [name for name in frame.columns if infer_dtype(frame[name], skipna=True) == "string"]
 
 
 def _check_columns(
@@ -275,7 +310,7 @@ def _shown(columns: Sequence[str]) -> str:
 def _joined(frame: pd.DataFrame, test: pd.DataFrame, name: str) -> pd.DataFrame:
     import pandas as pd
 
-    test = test.rename(columns=str)
+    test = with_texts_as_names(test)
     if set(test.columns) != set(frame.columns):
         odd = sorted(set(test.columns) ^ set(frame.columns))
         raise InputError(f"only one of training and test rows of '{name}' has the column '{odd[0]}': make them equal.")
@@ -292,13 +327,13 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
         values = frame[column]
         if values.isna().all():
             raise InputError(f"column '{column}' of '{name}' is empty: leave it out (drop={column}).")
-        if types.is_bool_dtype(values) or types.is_numeric_dtype(values):
+        if holds_numbers(values):
             if not np.isfinite(as_numbers(values).dropna()).all():
                 raise InputError(f"column '{column}' of '{name}' has infinite values: replace them.")
             numbers.append(Number(column=column, fill=0, mean=0, std=1))
             continue
         if types.is_datetime64_any_dtype(values) or types.is_timedelta64_dtype(values):
-            raise InputError(f"column '{column}' of '{name}' has dates: make numbers of them, or drop={column}.")
+            raise _no_dates(column, name, values.dropna().iloc[0])
         levels = sorted({*as_texts(values)} - {""})
         if not isinstance(values.dtype, CategoricalDtype):  # there the user has said what it is
             _check_no_numbers(levels, column, name)
@@ -314,18 +349,31 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
 
 
 def _check_no_numbers(levels: Sequence[str], column: str, name: str) -> None:
-    """Raise if a column of texts is one of numbers that were not recognised, which must not become categories."""
-    if any("," in level for level in levels) and all(COMMA.fullmatch(level) for level in levels):
-        example = next(level for level in levels if "," in level)
-        raise InputError(
-            f"column '{column}' of '{name}' has numbers with commas, such as '{example}': write them with points "
-            f"(pandas.read_csv(path, decimal=',') reads decimal commas)."
-        )
+    """Raise if a column of texts is one of numbers that were not recognised, or of dates: these are no categories."""
+    _check_no_commas(levels, column, f"'{name}'")
+    if all(DATE.fullmatch(level) for level in levels):
+        raise _no_dates(column, name, levels[0])
     odd = [level for level in levels if not NUMBER.fullmatch(level)]
     if odd and len(levels) >= FEW_LEVELS and 10 * len(odd) <= len(levels):
         raise InputError(
             f"column '{column}' of '{name}' has {len(levels) - len(odd)} different numbers, but also texts such as "
             f"'{odd[0]}': leave fields empty where a number is missing, or leave the column out (drop={column})."
+        )
+
+
+def _no_dates(column: str, name: str, example: object) -> InputError:
+    return InputError(
+        f"column '{column}' of '{name}' has dates, such as '{example}': make numbers of them, such as days since a "
+        f"date that you choose, or leave the column out (drop={column})."
+    )
+
+
+def _check_no_commas(levels: Sequence[str], column: str, what: str) -> None:
+    if any("," in level for level in levels) and all(COMMA.fullmatch(level) for level in levels):
+        example = next(level for level in levels if "," in level)
+        raise InputError(
+            f"column '{column}' of {what} has numbers with commas, such as '{example}': write them with points "
+            f"(pandas.read_csv(path, decimal=',') reads decimal commas)."
         )
 
 
@@ -351,16 +399,23 @@ def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes
         raise InputError(
             f"'{name}' has the class '{unknown[0]}', but the agreed constants only know {', '.join(constants.classes)}."
         )
+    for category in constants.categories:
+        texts = {*as_texts(frame[category.column])} - {""}
+        if texts and not texts & {*category.levels}:
+            known = ", ".join(category.levels[:10]) + (", …" if len(category.levels) > 10 else "")
+            raise InputError(
+                f"column '{category.column}' of '{name}' has none of the texts that the agreed constants name there "
+                f"({known}), but '{min(texts)}': write them in the same way, or agree on these too."
+            )
 
 
 def _check_rows(constants: Constants, frame: pd.DataFrame, what: str, who: str) -> None:
     """Check that rows have the columns that are needed, with numbers where these are."""
-    from pandas.api.types import is_numeric_dtype
-
     missing = [column for column in constants.columns if column not in frame.columns]
     if missing:
         raise InputError(f"{what} lacks the column '{missing[0]}', which {who}: add it.")
     for each in constants.numbers:
         values = frame[each.column]
-        if not is_numeric_dtype(values) and not values.isna().all():
+        if not holds_numbers(values) and not values.isna().all():
+            _check_no_commas(sorted({*as_texts(values)} - {""}), each.column, what)
             raise InputError(f"column '{each.column}' of {what} has texts, but {who} numbers there: replace them.")

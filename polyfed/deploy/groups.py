@@ -35,7 +35,9 @@ class CommonTask(Settings):
         None, ge=1, description="features that every network is brought to; needed where heads or features are shared"
     )
     match_features: Match = Field("pool", description=described("match_features"))
-    auxiliary: str | None = Field(None, description="the small common network of fml, fedkd, fedmrl and fedapen")
+    auxiliary: str | None = Field(
+        None, description="the small common network of fml, fedapen, fedkd, fedmrl and pfedafm"
+    )
     network: str | None = Field(None, description="the network of all members, where the method needs the same one")
     constants: Constants | None = Field(
         None, description="for tables: the file that says how their columns become numbers; none: no tables"

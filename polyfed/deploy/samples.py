@@ -14,10 +14,12 @@ from torch import Tensor
 
 from polyfed.addresses import load_object, names_code
 from polyfed.data import Dataset, from_arrays, from_torch_dataset, load_dataset, parse_address
+from polyfed.data.columns import is_frame
 from polyfed.data.files import read_arrays
 from polyfed.data.folders import read_folder
 from polyfed.data.own import Address
 from polyfed.data.table_files import read_table
+from polyfed.data.tables import from_frame
 from polyfed.data.torch_datasets import no_dataset
 from polyfed.deploy.groups import CommonTask
 from polyfed.errors import InputError, PolyfedError, first_line, user_place
@@ -35,7 +37,7 @@ def agreed_samples(
     if address is not None:
         found = _read(address, common, folder, label)
     elif names_code(data):
-        found = _called(data, common.count, folder)
+        found = _called(data, common, folder)
     else:
         found = load_dataset(data, data_folder, label=label)
     if found.clients > 1:
@@ -62,10 +64,7 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
         return _archive(here.file, common.count, here.options.get("map"), here.options.get("layout", "auto"))
     if address.kind == "table":
         if common.constants is None or "constants" in address.options:
-            raise InputError(
-                "a federation with tables agrees on how columns become numbers: name the file of these constants in "
-                "the terms (task.constants), not in the address; polyfed.data.save_constants writes it."
-            )
+            raise _no_constants()
         return read_table(here.with_settings(label=label), common.constants)
     if address.kind == "folder" and len(common.input_shape) == 3 and common.input_shape[0] in MODES:
         channels, height, width = common.input_shape
@@ -74,6 +73,13 @@ def _read(address: Address, common: CommonTask, folder: Path, label: str | None)
     if address.kind == "folder":  # other members may have the other classes
         return read_folder(here.with_settings(label=label), least=1)
     return load_dataset(here.text, label=label)
+
+
+def _no_constants() -> InputError:
+    return InputError(
+        "a federation with tables agrees on how columns become numbers: name the file of these constants in the terms "
+        "(task.constants), not in the address; polyfed.data.save_constants writes it."
+    )
 
 
 def _archive(path: Path, classes: int, map: str | None, layout: str) -> Dataset:
@@ -114,9 +120,9 @@ def own_object(address: str, folder: Path) -> object:
     return found
 
 
-def _called(address: str, classes: int, folder: Path) -> Dataset:
+def _called(address: str, common: CommonTask, folder: Path) -> Dataset:
     """What the user's own function returns, as a dataset."""
-    found = own_object(address, folder)
+    found, classes = own_object(address, folder), common.count
     name = address.rpartition(":")[2]
     if callable(found) and not isinstance(found, torch.utils.data.Dataset):
         try:
@@ -127,6 +133,10 @@ def _called(address: str, classes: int, folder: Path) -> Dataset:
             raise InputError(f"{address}() fails: {first_line(error)}{user_place(error)}.") from error
     if isinstance(found, Dataset):
         return found
+    if is_frame(found):
+        if common.constants is None:
+            raise _no_constants()
+        return from_frame(found, common.constants.label, name=name, constants=common.constants)
     if isinstance(found, tuple | list) and len(found) in (2, 4) and all(_is_array(part) for part in found):
         x, y, x_test, y_test = (*found, None, None)[:4]
         return from_arrays(x, y, x_test, y_test, name, **_classes(y, classes))

@@ -113,6 +113,9 @@ def open_folder(terms: Terms, source: Path) -> RunFolder:
         command = f"polyfed server run {source.resolve()}"
         return RunFolder.create(path, terms.experiment(), facts, command)
     folder = RunFolder.open(path)
-    folder.check_settings(terms.experiment())
-    folder.check_facts(facts)
+    try:
+        folder.check_settings(terms.experiment())
+        folder.check_facts(facts)
+    except InputError as error:
+        raise InputError(f"{str(error).removesuffix('.')}, with another name and folder (server.folder).") from error
     return folder

@@ -129,7 +129,7 @@ def _facts(facts: Mapping[str, Any], place: str = "") -> list[list[str]]:
         if isinstance(value, Mapping):
             rows += _facts(value, f"{place}{name}.")
         else:
-            rows.append([f"{place}{name}", typed(value)])
+            rows.append([f"{place}{name}", f"{value:.4g}" if isinstance(value, float) else typed(value)])
     return rows
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from polyfed.deploy.keys import public_line, read_private_key
 from polyfed.deploy.member import Member
-from polyfed.deploy.outcome import keep_final
+from polyfed.deploy.outcome import FINAL, keep_final
 from polyfed.errors import InputError
 from polyfed.flower import check_installed
 from polyfed.records import disk
-from polyfed.records.claim import locked
+from polyfed.records.claim import locked, writable
 from polyfed.remote import Packet, Site
 from polyfed.remote.checks import readable
 from polyfed.remote.transport import Kind
@@ -36,14 +36,21 @@ def take_part(member: Member, tell: Tell) -> None:
             f"the key in '{member.key}' is not the one that '{settings.federation}' has for '{member.name}': send the "
             f"coordinator this line, or use the key that belongs to it: {public_line(key)}"
         )
-    disk.make_folder(settings.folder, private=True)
-    with locked(settings.folder), Log(settings.folder / "site.log", tell) as log:
+    with writable(settings.folder, "folder in site.yaml"):
+        disk.make_folder(settings.folder, private=True)
+        log = Log(settings.folder / "site.log", tell)
+    with log, locked(settings.folder):
         population = member.population()
         site = member.site(population, keep=partial(keep_final, member, population))
         answering = Answering(site, log.add)
         connection = SiteConnection(settings.server, settings.certificate, key, answering, log.add)
         connection.largest = site.largest_question
         answering.finished = connection.stop
+        if (settings.folder / FINAL).exists():
+            log.add(
+                f"run {member.terms.name} has ended here, and its model is in '{settings.folder / 'model'}'; "
+                "connecting again, in case the server does not know it yet"
+            )
         try:
             connection.run()
         finally:
@@ -74,13 +81,12 @@ class Log:
     """Lines with their time in a file, and on the screen."""
 
     def __init__(self, path: Path, tell: Tell) -> None:
-        self._path = path
         self._tell = tell
+        path.touch(0o600)
+        path.chmod(0o600)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> Log:
-        self._path.touch(0o600)
-        self._path.chmod(0o600)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -79,6 +79,12 @@ def to_bytes(kind: str, predictor: Predictor, state: dict[str, Tensor], shape: t
         with _quiet(), torch.no_grad():
             return (_torch_bytes if kind == "torch" else _onnx_bytes)(predictor, shape)
     except Exception as error:  # of the exporter, about what it can't translate
+        if "specialized it to be a constant" in str(error):
+            raise InputError(
+                f"the model of {whose} can't be written in the format {kind}, because its network makes a constant of "
+                "the number of samples: write x.shape[0] instead of len(x) or a number there, or use --format "
+                "safetensors."
+            ) from error
         raise InputError(
             f"the model of {whose} can't be written in the format {kind} ({first_line(error)}): use --format "
             "safetensors, or change the network."

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.errors import InputError
 from polyfed.models.dryrun import Call, Trace
@@ -149,7 +150,11 @@ def untied(extractor: nn.Module, head: nn.Module) -> nn.Module | None:
 
 def layers_shown(network: nn.Module) -> str:
     """The last layers of a network with their names, for an error."""
-    named = [f"'{path}' ({_short(layer)})" for path, layer in network.named_modules() if path and _is_leaf(layer)]
+    named = [
+        f"'{path}' ({_short(layer)})"
+        for path, layer in network.named_modules()
+        if path and _is_leaf(layer) and ".parametrizations." not in path
+    ]
     if not named:
         return "it has no layers with names"
     earlier = "…, " if len(named) > SHOWN_LAYERS else ""
@@ -157,7 +162,7 @@ def layers_shown(network: nn.Module) -> str:
 
 
 def _short(layer: nn.Module) -> str:
-    kind = type(layer).__name__
+    kind = type(layer).__name__.removeprefix("Parametrized" if is_parametrized(layer) else "")
     sizes = [getattr(layer, name, None) for name in ("in_features", "out_features")]
     if None in sizes:
         sizes = [getattr(layer, name, None) for name in ("in_channels", "out_channels")]
@@ -165,7 +170,8 @@ def _short(layer: nn.Module) -> str:
 
 
 def _is_leaf(layer: nn.Module) -> bool:
-    return next(layer.children(), None) is None
+    """Whether a layer is no box of others; what computes its weights, such as a weight norm, does not count."""
+    return is_parametrized(layer) or next(layer.children(), None) is None
 
 
 def watched(path: str, layer: nn.Module, head: str | None) -> bool:

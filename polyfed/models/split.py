@@ -96,7 +96,7 @@ def split_network(
     split.training = network.training
     if features is None or features == split.feature_size:
         return split
-    return _with_features(split, placeholder, features, classes, match, images)
+    return _with_features(split, placeholder, features, classes, match, images, name)
 
 
 def _split_at_layer(
@@ -210,12 +210,13 @@ def _check_output(network: nn.Module, trace: Trace, call: Call, batch: int, clas
     layer = _described(call)
     assert isinstance(trace.output, Tensor)
     if trace.output.shape != (batch, classes):
-        given = ", ".join(str(side) for side in trace.output.shape[1:])
-        flat = trace.output.dim() == 2
+        given = "".join(f", {side}" for side in trace.output.shape[1:])
+        flat = trace.output.dim() <= 2
         remedy = f"give {layer} {classes} outputs" if flat else f"flatten what goes into {layer}"
+        if trace.output.shape in ((batch,), (batch, 1)):
+            remedy += ", one for each class, because the losses compare all of them"
         raise InputError(
-            f"{name} returns outputs of shape [batch, {given}], but {classes} classes need [batch, {classes}]: "
-            f"{remedy}."
+            f"{name} returns outputs of shape [batch{given}], but {classes} classes need [batch, {classes}]: {remedy}."
         )
     tail = ends.tail_of(trace, call)
     if isinstance(tail, ends.Tail):
@@ -282,7 +283,7 @@ def _replace(network: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _with_features(
-    split: SplitNetwork, placeholder: nn.Module, features: int, classes: int, match: Match, images: Tensor
+    split: SplitNetwork, placeholder: nn.Module, features: int, classes: int, match: Match, images: Tensor, name: str
 ) -> SplitNetwork:
     """The same extractor, brought to another number of features where its head was, and a new linear head."""
     with images.device:
@@ -292,6 +293,12 @@ def _with_features(
         head = nn.Sequential(head, *list(split.head)[1:])
     matched = SplitNetwork(_replace(split.extractor, placeholder, matcher), head, features)
     matched.training, matched.remarks = split.training, split.remarks
+    if split.head_name and type(split.head) is not nn.Linear:
+        kind = type(split.head).__name__
+        matched.remarks += (
+            f"the head '{split.head_name}' of {name} ({kind}) is a linear layer here, because it has {features} "
+            f"features instead of {split.feature_size}",
+        )
     return matched
 
 

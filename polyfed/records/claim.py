@@ -63,13 +63,13 @@ def _engine(path: Path) -> object:
 
 
 @contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Inside, a folder that can't be written to is one sentence."""
+def writable(path: Path, setting: str = "--out") -> Iterator[None]:
+    """Inside, a folder that can't be written to is one sentence, with the setting that names it."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise FolderError(f"can't write to '{path}': {reason}; choose another folder (--out).") from error
+        raise FolderError(f"can't write to '{path}': {reason}; choose another folder ({setting}).") from error
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def is_locked(path: Path) -> bool | None:
     return False
 
 
-def check_free(path: Path, begun: Collection[str]) -> None:
+def check_free(path: Path, begun: Collection[str], setting: str = "--out") -> None:
     """Raise unless the folder is empty; a run that was killed before it began is removed.
 
     Such a run has `run.json` and perhaps these files, but no config.yaml yet.
@@ -131,18 +131,18 @@ def check_free(path: Path, begun: Collection[str]) -> None:
             disk.remove(path / name)
         found = set()
     if found:
-        raise taken(path)
+        raise taken(path, setting)
 
 
-def taken(path: Path) -> FolderError:
-    """The error for a folder that a run can't use."""
+def taken(path: Path, setting: str = "--out") -> FolderError:
+    """The error for a folder that a run can't use, with the setting that names it."""
     if (path / "run.json").exists() or (path / "config.yaml").exists():
         return FolderError(
             f"'{path}' already holds a run; continue it with `{resume_command(path)}`, or choose another folder "
-            "(--out)."
+            f"({setting})."
         )
     if path.is_dir():
         return FolderError(
-            f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder (--out)."
+            f"'{path}' is not empty, and a run overwrites nothing: choose a new or empty folder ({setting})."
         )
-    return FolderError(f"'{path}' is a file: choose a new or empty folder (--out).")
+    return FolderError(f"'{path}' is a file: choose a new or empty folder ({setting}).")

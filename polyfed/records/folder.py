@@ -85,20 +85,21 @@ class RunFolder(RunContents):
             "facts": dict(facts or {}),
             **({"command": command} if command else {}),
         }
-        with writable(path):
+        setting = "server.folder" if command else "--out"
+        with writable(path, setting):
             try:
                 if not path.is_dir():
                     disk.make_folder(path)
                 with locked(path):
                     disk.remove_unfinished(path, NAMES)
-                    check_free(path, LOGS)
+                    check_free(path, LOGS, setting)
                     disk.write_first(path / "run.json", as_json(content, indent=2) + "\n")
                     folder = cls(path)
                     for log in folder._logs.values():
                         log.create()
                     disk.write(path / "config.yaml", config.to_yaml())
             except FileExistsError as error:  # another process was faster, or it is a file
-                raise taken(path) from error
+                raise taken(path, setting) from error
         return folder
 
     @classmethod

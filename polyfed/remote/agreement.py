@@ -111,7 +111,11 @@ def first_difference(own: Any, other: Any, path: str = "") -> str | None:
 
     >>> first_difference({"training": {"lr": 0.05}}, {"training": {"lr": 0.1}})
     'training.lr is 0.05 here and 0.1 at the server'
+    >>> first_difference({"numbers": [{"fill": 1}, {"fill": 2}]}, {"numbers": [{"fill": 1}, {"fill": 3}]})
+    'numbers.1.fill is 2 here and 3 at the server'
     """
+    if _is_rows(own) and _is_rows(other):
+        own, other = (dict(enumerate(rows)) for rows in (own, other))
     if isinstance(own, Mapping) and isinstance(other, Mapping):
         for name in dict.fromkeys([*own, *other]):
             inner = f"{path}.{name}" if path else str(name)
@@ -122,6 +126,10 @@ def first_difference(own: Any, other: Any, path: str = "") -> str | None:
     if _plain(own) == _plain(other):
         return None
     return f"{_shown(path)} is {_shown(own)} here and {_shown(other)} at the server"
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value) and len(value) > 0
 
 
 def _plain(value: Any) -> Any:

@@ -247,7 +247,8 @@ class Diary:
             values = json.loads(content)
             if values["run"] != self._run:
                 raise InputError(
-                    f"'{self.folder}' holds the state of another run ({values['run']}): give this one its own folder."
+                    f"'{self.folder}' holds the state of another run ({values['run']}): give this one "
+                    "its own folder (folder in site.yaml)."
                 )
             self._entries = [Entry.from_dict(entry) for entry in values["rounds"]]
             self._dropped = bool(values["dropped"])

@@ -80,7 +80,10 @@ def _worst(run: Overview) -> Table:
     if tells_more(run.summary):
         shares |= {"balanced": "balanced_accuracy_final", "largest class": "largest_class"}
     rows = [
-        [*(str(c[name]) for name in shown.values()), *(percent(c.get(name)) for name in shares.values())]
+        [
+            *("–" if c[name] is None else str(c[name]) for name in shown.values()),
+            *(percent(c.get(name)) for name in shares.values()),
+        ]
         for c in run.worst
     ]
     return plain_table([*shown, *shares], rows)

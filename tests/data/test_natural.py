@@ -82,6 +82,7 @@ def test_clients_of_all_samples_may_be_given_at_once() -> None:
         ([0.5] * 12, None, "values missing"),
         ([np.nan] * 12, None, "values missing"),
         ([None, *["a"] * 11], None, "values missing"),
+        (np.array([np.nan, *["a"] * 11], dtype=object), None, "values missing"),
     ],
 )
 def test_client_arrays_are_checked(client: Any, client_test: Any, words: str) -> None:

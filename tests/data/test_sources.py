@@ -89,6 +89,8 @@ def test_folders_that_were_there_before_stay(tmp_path: Path) -> None:
 
 
 def test_an_unknown_source_gets_a_hint() -> None:
+    with pytest.raises(InputError, match="unknown kind of data 'tabel': did you mean 'table'"):
+        load_dataset("tabel:my/cases.csv")
     with pytest.raises(InputError, match="did you mean 'cifar10'"):
         load_dataset("cifar-10")
 

@@ -118,6 +118,16 @@ def test_whole_floats_are_classes_in_ascending_order() -> None:
     assert dataset.class_names == ("9", "10") and dataset.labels.tolist() == [1, 0, 1]
 
 
+def test_columns_may_have_numbers_or_pairs_as_names() -> None:
+    frame = pd.DataFrame({0: [1.0, 2.0] * 8, 1: ["a", "b"] * 8, 2: ["n"] * 8 + ["s"] * 8})
+    result = polyfed.run("standalone", data=frame, label=1, client=2, rounds=1)
+    assert result.population.dataset.class_names == ("a", "b")
+    frame.columns = pd.MultiIndex.from_tuples([("v", "w"), ("v", "y"), ("v", "z")])
+    with pytest.raises(InputError, match="label is 'y', but the columns of 'table' are v w, v y, v z"):
+        from_frame(frame, "y")
+    assert from_frame(frame, "v y", client="v z").input_shape == (1,)
+
+
 def test_a_users_frame_is_not_changed() -> None:
     frame = pd.DataFrame({0: [1.0, 2.0], "y": ["a", "b"]})
     from_frame(frame, "y")
@@ -132,6 +142,8 @@ def test_a_users_frame_is_not_changed() -> None:
             [*map(str, range(30)), "unknown"],
             "30 different numbers, but also texts such as 'unknown': leave fields empty",
         ),
+        (["2021-03-01", "2021-12-24 10:30", None], "dates, such as '2021-03-01': make numbers of them"),
+        (["24.12.2021", "1.3.21"], "dates, such as '1.3.21': make numbers of them"),
     ],
 )
 def test_numbers_do_not_become_categories(values: list[str | None], words: str) -> None:
@@ -144,6 +156,29 @@ def test_numbers_do_not_become_categories(values: list[str | None], words: str) 
 
 def test_codes_are_categories() -> None:
     assert from_frame(pd.DataFrame({"ward": ["1", "2", "3b"], "y": ["a", "b", "a"]}), "y").input_shape == (3,)
+
+
+def test_codes_are_the_same_categories_in_files_where_all_look_like_numbers(tmp_path: Path) -> None:
+    """With a field empty, pandas reads 1 and 02 as 1.0 and 2.0."""
+    whole = written(tmp_path / "all.csv", "grade,y\n1,a\n02,b\nX,a\n")
+    part = written(tmp_path / "part.csv", "grade,y\n02,a\n,b\n1,b\n")
+    dataset = load_dataset(f"table:{whole}?label=y&test={part}")
+    assert dataset.images.tolist()[3:] == [[1, 0, 0], [0, 0, 0], [0, 1, 0]]  # '02' comes before '1'
+    save_constants(load_dataset(f"table:{whole}?label=y"), tmp_path / "agreed.json")
+    site = load_dataset(f"table:{part}?constants={tmp_path / 'agreed.json'}")
+    assert site.images.tolist() == dataset.images.tolist()[3:]
+    frames = pd.DataFrame({"grade": ["2", "1", "X"], "y": [0, 1, 0]}), pd.DataFrame({"grade": [1, None], "y": [0, 1]})
+    joined = from_frame(frames[0], "y", frames[1])
+    assert joined.images.tolist()[3:] == [[1, 0, 0], [0, 0, 0]]
+
+
+def test_truths_stay_numbers_where_one_is_missing(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", "smokes,y\ntrue,a\nfalse,b\n,a\ntrue,b\n")
+    dataset = load_dataset(f"table:{path}?label=y")
+    assert dataset.images[:, 0].tolist() == [dataset.images[0, 0].item() * each for each in (1, -3, 1, 1)]
+    save_constants(dataset, tmp_path / "agreed.json")
+    again = load_dataset(f"table:{path}?constants={tmp_path / 'agreed.json'}")
+    assert torch.equal(again.images, dataset.images)
 
 
 ROWS = 202
@@ -169,6 +204,13 @@ ROWS = 202
 def test_tables_that_cannot_be_used(columns: dict[str, object], label: str | None, words: str) -> None:
     with pytest.raises(InputError, match=words):
         from_frame(pd.DataFrame(columns), label)
+
+
+@pytest.mark.parametrize("kind", ["object", "string"])
+def test_rows_of_nobody_are_refused(kind: str) -> None:
+    frame = pd.DataFrame({"v": [1.0, 2.0, 3.0], "ward": ["n", None, "s"], "y": ["a", "b", "a"]}).astype({"ward": kind})
+    with pytest.raises(InputError, match="the client 'ward' of 'table' is missing in 1 row, the first at 1: fill"):
+        from_frame(frame, "y", client="ward")
 
 
 def test_columns_can_be_left_out(tmp_path: Path) -> None:

@@ -252,8 +252,11 @@ def test_folders_without_agreed_names_need_numbers_as_names(tmp_path: Path) -> N
         _ = one(tmp_path, terms=terms, data="folder:named").dataset
 
 
-def test_tables_need_agreed_constants_and_get_the_agreed_numbers(tmp_path: Path) -> None:
-    """Age 50 is (50 - 40) / 10 = 1 by the agreed constants, whatever the mean of this site's rows is."""
+TABLE = {"mean": [], "std": [], "input_shape": [3], "constants": "constants.json"}
+
+
+def with_table(tmp_path: Path, rows: str, data: str = "table:own.csv", **settings: Any) -> Member:
+    """A member with these rows, in a federation on tables."""
     constants = {
         "label": "ill",
         "classes": ["a", "b", "c", "d"],
@@ -262,16 +265,46 @@ def test_tables_need_agreed_constants_and_get_the_agreed_numbers(tmp_path: Path)
     }
     (tmp_path / "amber").mkdir()
     (tmp_path / "constants.json").write_text(json.dumps(constants))
-    (tmp_path / "amber" / "own.csv").write_text("age,sex,ill\n50,m,d\n,f,b\n20,m,d\n")
-    task = {"mean": [], "std": [], "input_shape": [3], "constants": "constants.json"}
-    found = one(tmp_path, terms={"task": task}, data="table:own.csv", label="ill")
+    (tmp_path / "amber" / "own.csv").write_text(rows)
+    return one(tmp_path, terms={"task": TABLE}, data=data, **settings)
+
+
+def test_tables_need_agreed_constants_and_get_the_agreed_numbers(tmp_path: Path) -> None:
+    """Age 50 is (50 - 40) / 10 = 1 by the agreed constants, whatever the mean of this site's rows is."""
+    found = with_table(tmp_path, "age,sex,ill\n50,m,d\n,f,b\n20,m,d\n", label="ill")
     assert found.dataset.images.tolist() == [[1, 0, 1], [0, 1, 0], [-2, 0, 1]]
     assert found.dataset.labels.tolist() == [3, 1, 3]
     assert found.terms.plain()["task"]["constants"]["numbers"][0]["mean"] == 40
     with pytest.raises(InputError, match=r"input_shape is \[4\], but the columns in task.constants become 3 numbers"):
-        one(tmp_path, terms={"task": {**task, "input_shape": [4]}}, data="table:own.csv")
+        one(tmp_path, terms={"task": {**TABLE, "input_shape": [4]}}, data="table:own.csv")
     with pytest.raises(InputError, match="agrees on how columns become numbers: name the file .*task.constants"):
-        _ = one(tmp_path, terms={"task": {**task, "constants": None}}, data="table:own.csv", label="ill").dataset
+        _ = one(tmp_path, terms={"task": {**TABLE, "constants": None}}, data="table:own.csv", label="ill").dataset
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("age,sex,ill\n50,male,d\n,female,b\n", "column 'sex' .* none of the texts .* name there .f, m., but 'female'"),
+        ("age;sex;ill\n5,5;m;d\n2;f;b\n", "column 'age' .* has numbers with commas, such as '5,5': write them with"),
+    ],
+)
+def test_columns_that_are_not_written_as_agreed_are_refused(tmp_path: Path, rows: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        _ = with_table(tmp_path, rows).dataset
+
+
+def test_a_table_with_a_single_class_will_do(tmp_path: Path) -> None:
+    assert with_table(tmp_path, "age,sex,ill\n50,m,d\n,,d\n").dataset.labels.tolist() == [3, 3]
+
+
+def test_a_function_may_give_a_frame(tmp_path: Path) -> None:
+    member = with_table(tmp_path, "age,sex,ill\n50,m,d\n,f,b\n20,m,d\n", data="own_frame:rows")
+    (tmp_path / "amber" / "own_frame.py").write_text(
+        "from pathlib import Path\nimport pandas\n"
+        "def rows(): return pandas.read_csv(Path(__file__).with_name('own.csv'))\n"
+    )
+    assert member.dataset.images.tolist() == [[1, 0, 1], [0, 1, 0], [-2, 0, 1]]
+    assert member.dataset.labels.tolist() == [3, 1, 3]
 
 
 @pytest.mark.parametrize(

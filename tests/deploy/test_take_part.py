@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'polyfed[flower]'")
 
-from polyfed.deploy.take_part import LONGEST_LINE, Answering, Log
+from polyfed.deploy.keys import make_site_keys
+from polyfed.deploy.member import read_member
+from polyfed.deploy.serve import open_folder
+from polyfed.deploy.take_part import LONGEST_LINE, Answering, Log, take_part
+from polyfed.deploy.terms import read_terms
+from polyfed.errors import InputError
 from polyfed.remote import Packet
+from tests.deploy.files import terms, write_member, write_terms
 
 
 class Refusing:
@@ -48,3 +55,38 @@ def test_a_full_disk_does_not_end_the_site(tmp_path: Path, monkeypatch: pytest.M
             log.add("lost")
         log.add("kept")
     assert [line.split("  ")[1] for line in (tmp_path / "site.log").read_text().splitlines()] == ["kept"]
+
+
+def test_a_folder_that_can_not_be_written_to_is_one_sentence(tmp_path: Path) -> None:
+    """At a site and at the server, with the setting that names it."""
+    (tmp_path / "taken").write_text("a file")
+    line = make_site_keys(tmp_path / "keys", "amber")
+    members = {**terms()["members"], "amber": line}
+    file = write_terms(tmp_path, members=members, server={"folder": "taken/run"})
+    site = write_member(tmp_path / "amber", "amber", key="../keys/amber.key")
+    site.write_text(f"{site.read_text()}folder: ../taken/state\n")
+    with pytest.raises(InputError, match=r"can't write to '.*taken/state': .*; choose another folder .folder in site"):
+        take_part(read_member(site, trust=True), print)
+    with pytest.raises(InputError, match=r"can't write to '.*taken/run': .*; choose another folder .server.folder."):
+        open_folder(read_terms(file, trust=True), file)
+
+
+def test_the_folder_of_another_federation_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = write_terms(tmp_path)
+    open_folder(read_terms(file, trust=True), file)
+    write_terms(tmp_path, name="trial-2")
+    with pytest.raises(InputError, match=r"start a new run, with another name and folder .server.folder."):
+        open_folder(read_terms(file, trust=True), file)
+
+
+def test_a_site_that_has_ended_says_so_before_it_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyfed.flower.node.SiteConnection", Mock())
+    line = make_site_keys(tmp_path / "keys", "amber")
+    write_terms(tmp_path, members={**terms()["members"], "amber": line})
+    member = read_member(write_member(tmp_path / "amber", "amber", key="../keys/amber.key"), trust=True)
+    shown: list[str] = []
+    take_part(member, shown.append)
+    assert shown == []
+    (member.settings.folder / "final.safetensors").touch()
+    take_part(member, shown.append)
+    assert len(shown) == 1 and "run trial-1 has ended here, and its model is in" in shown[0]

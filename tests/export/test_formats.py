@@ -49,6 +49,26 @@ def test_probabilities_are_those_of_the_result(tmp_path: Path, format: str, meth
     assert card.accuracy == pytest.approx(result.clients["accuracy_final"][1])
 
 
+class Counting(nn.Module):
+    """A network that asks for the number of samples as a plain number, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1, 5))
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(x + self.first.expand(len(x), -1))
+        return logits
+
+
+def test_a_network_that_fixes_the_number_of_samples_can_not_be_a_program(tmp_path: Path) -> None:
+    data = polyfed.from_arrays(torch.randn(60, 5), torch.arange(60) % 3)
+    finished(tmp_path / "run", "standalone", [Counting], data)
+    with pytest.raises(polyfed.InputError, match=r"a constant of the number of samples: write x.shape\[0\] instead of"):
+        polyfed.export_client(tmp_path / "run", 0, tmp_path / "out", format="torch", models=[Counting])
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_floats_in_tables(tmp_path: Path, format: str) -> None:
     x, y = torch.randn(60, 5), torch.arange(60) % 3

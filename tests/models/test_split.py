@@ -87,6 +87,36 @@ def test_a_head_can_be_named_and_can_have_several_layers() -> None:
     torch.testing.assert_close(split(images()), network(images()))
 
 
+def test_a_head_with_a_weight_norm_is_found() -> None:
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(20, 3))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), head)
+    assert split_network(network, (1, 8, 8), 3).feature_size == 20
+    with pytest.raises(InputError, match=r"its last layers are '0' .Flatten., .*, '3' .Linear 20 to 3., '4' .Batch"):
+        split_network(nn.Sequential(*network, nn.BatchNorm1d(3)), (1, 8, 8), 3)
+
+
+def test_a_head_of_ones_own_that_gives_way_to_a_linear_layer_is_noted() -> None:
+    network = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 20), nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 3))
+    )
+    assert not split_network(network, (1, 8, 8), 3, head="2").remarks
+    (remark,) = split_network(network, (1, 8, 8), 3, head="2", features=10, name="Own").remarks
+    assert remark == "the head '2' of Own (Sequential) is a linear layer here, because it has 10 features instead of 20"
+    assert not split_network(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Linear(20, 3)), (1, 8, 8), 3, features=10
+    ).remarks
+
+
+@pytest.mark.parametrize("shape", ["[batch]", "[batch, 1]"])
+def test_a_single_output_for_two_classes_is_refused_with_the_remedy(shape: str) -> None:
+    last = [nn.Flatten(0)] if shape == "[batch]" else []
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Linear(20, 1), *last)
+    with pytest.raises(InputError) as error:
+        split_network(network, (1, 8, 8), 2, name="Own")
+    assert f"Own returns outputs of shape {shape}, but 2 classes need [batch, 2]: give its" in str(error.value)
+    assert "2 outputs, one for each class" in str(error.value)
+
+
 def test_a_head_that_has_two_names_is_replaced_under_both() -> None:
     network = WithFc().eval()
     network.alias = network.fc

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -55,6 +56,15 @@ def test_a_finished_run_shows_result_curve_and_worst_clients(shell: Shell, runs:
     clients = polyfed.resume(runs / "done").clients
     worst = read_run(runs / "done").worst
     assert [c["accuracy_final"] for c in worst] == pytest.approx(sorted(clients["accuracy_final"]))
+
+
+def test_what_clients_elsewhere_do_not_tell_is_a_dash(shell: Shell, runs: Path) -> None:
+    clients = pd.read_csv(runs / "done" / "clients.csv")
+    hidden = ["architecture", "parameters", "train_samples", "validation_samples", "test_samples", "classes"]
+    clients[hidden] = None
+    clients.to_csv(runs / "done" / "clients.csv", index=False)
+    output = shell("show", "runs/done").output
+    assert "–" in output and "None" not in output and "nan" not in output
 
 
 def test_an_unfinished_run_shows_what_there_is_and_how_to_continue(shell: Shell, runs: Path) -> None:
