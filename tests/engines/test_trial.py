@@ -50,7 +50,7 @@ class TrainsDoubled(support.Wide):
     """Behaves differently in training, as dropout of one's own would."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (2 if self.training else 1)
+        return super().forward(x * (2 if self.training else 1))
 
 
 class LooksWhenEvaluated(support.Wide):
