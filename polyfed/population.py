@@ -119,7 +119,6 @@ class Population:
         own = self.data[client]
         return replace(
             self.networks[self.architectures[client].name],
-            name=f"client {client}",
             classes=tuple(self.counts[client].nonzero().flatten().tolist()),
             train_samples=len(own.train),
             validation_samples=len(own.validation),

@@ -55,6 +55,8 @@ def read_frame(path: Path, texts: Collection[str] = ()) -> pd.DataFrame:
         frame = pd.read_csv(path, sep=_separator(path), na_values=MISSING, skipinitialspace=True, dtype=kinds)
     except ImportError as error:
         raise InputError(f"to read {path}, install pyarrow (pip install pyarrow), or save the table as CSV.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not written in UTF-8: save it again as CSV in UTF-8, or as Parquet.") from error
     except (OSError, ValueError, EOFError, pd.errors.ParserError) as error:
         raise InputError(f"{path} cannot be read as a table ({one_line(error)}): repair the file.") from error
     if ROW_NUMBERS in frame and (frame[ROW_NUMBERS] == frame.index).all():

@@ -211,7 +211,9 @@ def read_constants(path: Path) -> Constants:
     try:
         return Constants.model_validate_json(path.read_text())
     except OSError as error:
-        raise InputError(f"can't read the constants '{path}': {error.strerror or error}.") from error
+        raise InputError(
+            f"can't read the constants '{path}' ({error.strerror or error}): give the file that save_constants wrote."
+        ) from error
     except (ValidationError, UnicodeDecodeError) as error:
         raise InputError(f"'{path}' holds no constants of a table: write them with save_constants.") from error
 
@@ -327,6 +329,8 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
         values = frame[column]
         if values.isna().all():
             raise InputError(f"column '{column}' of '{name}' is empty: leave it out (drop={column}).")
+        if types.is_complex_dtype(values):
+            raise InputError(f"column '{column}' of '{name}' has complex numbers: make two columns of it.")
         if holds_numbers(values):
             if not np.isfinite(as_numbers(values).dropna()).all():
                 raise InputError(f"column '{column}' of '{name}' has infinite values: replace them.")

@@ -99,6 +99,8 @@ def test_agreed_constants_are_used_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "agreed.json").write_text("{}")
     with pytest.raises(InputError, match="holds no constants"):
         load_dataset(f"table:{one}?constants={tmp_path / 'agreed.json'}")
+    with pytest.raises(InputError, match="No such file.*: give the file that save_constants wrote"):
+        load_dataset(f"table:{one}?constants={tmp_path / 'lost.json'}")
 
 
 def test_test_rows_are_kept_apart_and_never_fitted_to(tmp_path: Path) -> None:
@@ -195,6 +197,7 @@ ROWS = 202
         ({"v": [1.0, 2.0], "y": ["a", "a"]}, "y", "a single value"),
         ({"v": ["x"] * ROWS, "y": [0, 1] * (ROWS // 2), "id": [f"p{n}" for n in range(ROWS)]}, "y", "drop=id"),
         ({"v": [np.inf, 2.0], "y": ["a", "b"]}, "y", "column 'v' .* infinite"),
+        ({"v": [1 + 2j, 2.0], "y": ["a", "b"]}, "y", "column 'v' .* complex"),
         ({"v": [None, None], "y": ["a", "b"]}, "y", "column 'v' .* is empty"),
         ({"v": pd.to_datetime(["2020-01-01", "2020-01-02"]), "y": ["a", "b"]}, "y", "column 'v' .* dates"),
         ({"y": ["a", "b"]}, "y", "no column besides its label"),
@@ -227,6 +230,10 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_dataset(f"table:{tmp_path / 'no.csv'}", label="y")
     with pytest.raises(InputError, match="cannot be read as a table"):
         load_dataset(f"table:{written(tmp_path / 'e.csv', '')}", label="y")
+    for encoding in ("latin-1", "utf-16"):
+        (tmp_path / "e.csv").write_text("v,y\n1,ä\n2,b\n", encoding=encoding)
+        with pytest.raises(InputError, match="not written in UTF-8: save it again as CSV in UTF-8"):
+            load_dataset(f"table:{tmp_path / 'e.csv'}", label="y")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "fastparquet", None)
     with pytest.raises(InputError, match="install pyarrow"):

@@ -22,7 +22,7 @@ def test_a_straggler_is_left_behind_and_not_asked_until_it_has_answered(tmp_path
         real.start()
         real.server.wait_for_round(1)
         cedar.hold()
-        late = r"continues without client 2: no answer yet, 10 s \(grace\) after 2 others"
+        late = r"continues without client 2 \(cedar\): no answer yet, 10 s \(grace\) after 2 others"
         real.server.wait_to_say(late)
         real.server.wait_for_round(6)
         cedar.release()
@@ -34,7 +34,7 @@ def test_a_straggler_is_left_behind_and_not_asked_until_it_has_answered(tmp_path
         rounds = real.finish().rounds()
         asked = (rounds["participants"] == 3).sum()
         assert asked <= 12 - 3 and cedar.said.count("asked to train") == asked
-        assert 2 <= sum("without client 2: no answer yet" in note for note in real.notes) <= asked
+        assert 2 <= sum("without client 2 (cedar): no answer yet" in note for note in real.notes) <= asked
 
 
 def test_a_site_that_never_answers_is_given_up_after_the_timeout(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_site_that_never_answers_is_given_up_after_the_timeout(tmp_path: Path)
         real.start()
         cedar.wait_to_say("asked to train")
         cedar.signal(signal.SIGSTOP)
-        given_up = "continues without client 2: no answer within 12 s"
+        given_up = r"continues without client 2 \(cedar\): no answer within 12 s"
         real.server.wait_to_say(f"(?s){given_up}.*missing: cedar")  # its heartbeats are missed after 20 s
         cedar.signal(signal.SIGCONT)
         real.server.wait_to_say("cedar is back after missing rounds?")

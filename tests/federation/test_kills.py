@@ -131,7 +131,7 @@ def test_a_site_that_stays_away_comes_back_with_its_own_state(tmp_path: Path) ->
         real.sites["amber"].start().wait_to_say("connected")
         birch.release()
         assert cedar.wait() == KILLED
-        real.server.wait_to_say("continues without client 2: the connection to it was lost")
+        real.server.wait_to_say(r"continues without client 2 \(cedar\): the connection to it was lost")
         real.server.wait_for_round(4)
         birch.hold()
         cedar.start()

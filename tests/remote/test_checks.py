@@ -122,7 +122,7 @@ def test_a_reply_that_is_not_agreed_on_stays_outside(tmp_path: Path, case: str) 
     run.federation.round(1)
     assert run.column("replies") == [3]
     (note,) = [event["note"] for event in run.federation.folder.events() if event["event"] == "note"]
-    assert note.startswith("round 1 continues without client 2: ") and words in note
+    assert note.startswith("round 1 continues without client 2 (cedar): ") and words in note
 
 
 def test_a_sites_words_cannot_command_the_servers_terminal(tmp_path: Path) -> None:

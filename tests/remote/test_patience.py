@@ -60,7 +60,7 @@ def test_a_round_continues_when_there_are_enough_replies_and_the_grace_is_over(t
     assert transport.now == 1.0 + 1.0 + 5.0
     assert run.folder.rounds().replies.tolist() == [4, 3]
     (note,) = [event["note"] for event in run.folder.events() if event["event"] == "note"]
-    assert "client 1: no answer yet, 5 s (grace) after 3 others (enough_replies)" in note
+    assert "client 1 (birch): no answer yet, 5 s (grace) after 3 others (enough_replies)" in note
 
 
 def test_who_comes_within_the_grace_counts(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_without_enough_replies_a_round_waits_for_the_timeout(tmp_path: Path) ->
     run.round(1)
     assert transport.now == 60.0
     (note,) = [event["note"] for event in run.folder.events() if event["event"] == "note"]
-    assert "client 1: no answer within 60 s" in note
+    assert "client 1 (birch): no answer within 60 s" in note
 
 
 def test_failed_answers_are_not_enough(tmp_path: Path) -> None:

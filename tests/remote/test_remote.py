@@ -107,7 +107,7 @@ def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
     apart.run()
     assert apart.folder.rounds().replies.tolist() == [4, 3, 4]
     notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
-    assert notes == ["round 2 continues without client 1: its power went out"]
+    assert notes == ["round 2 continues without client 1 (birch): its power went out"]
 
 
 def test_fedkd_sends_the_network_to_a_site_that_missed_a_round(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_profile_tells_only_what_the_method_needs() -> None:
     _, people = setting("fedproto")
     whole = people.profile(0)
     told = whole.told_for(people.method)
-    assert told == Profile("client 0", features=support.FEATURES)
+    assert told == Profile(features=support.FEATURES)
     assert Profile.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
 
 
