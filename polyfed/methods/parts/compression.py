@@ -16,13 +16,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from polyfed.compute import available_cores
 from polyfed.errors import BadMessage
 from polyfed.message import Floats, Schema, State, largest_each
 from polyfed.methods.parts.tools import is_variance
 
 LEFT, RIGHT = ".left", ".right"
-_SMALL = 512
-"""Rows of a matrix whose eigenvectors are found on the CPU: a GPU needs 11 ms for 500 rows, and finds one at a time."""
+_SMALL = 32
+"""The shorter side of a matrix whose eigenvectors a CPU has found before a GPU has launched its kernels."""
+_SMALL_FOR_MANY, _MANY = 512, 4
+"""The same with so many cores: a GPU finds 500 vectors in 11 ms, but of one matrix after another, a core in 30."""
 
 
 def changes(state: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> State:
@@ -77,8 +80,9 @@ def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
     """Two factors of the smallest rank that keeps the energy, or None if the tensor itself has no more floats."""
     if not _is_matrix(tensor):
         return None
-    matrix = tensor.flatten(1).double()
-    rows, columns = matrix.shape
+    rows, columns = tensor.flatten(1).shape
+    small = _SMALL if available_cores() < _MANY else _SMALL_FOR_MANY
+    matrix = (tensor.cpu() if min(rows, columns) <= small else tensor).flatten(1).double()
     # Values that are not finite have no factors; the tensor travels as it is and the receiver refuses it.
     if rows * columns <= rows + columns or not bool(torch.isfinite(matrix).all()):
         return None
@@ -89,15 +93,12 @@ def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
     kept = _leading_vectors(gram, energy, (rows * columns - 1) // (rows + columns))
     if kept is None:
         return None
-    kept = kept.to(matrix.device)
     left, right = (kept, kept.T @ matrix) if wide else (matrix @ kept, kept.T)
-    return left.to(tensor.dtype).contiguous(), right.to(tensor.dtype).contiguous()
+    return left.to(tensor).contiguous(), right.to(tensor).contiguous()
 
 
 def _leading_vectors(gram: Tensor, energy: float, most: int) -> Tensor | None:
     """As many eigenvectors as keep the energy, by descending eigenvalue; None if these are more than `most`."""
-    if len(gram) <= _SMALL:
-        gram = gram.cpu()
     # The k largest eigenvalues have no smaller sum than the k largest entries of the diagonal (Schur), so these may
     # tell that the vectors pay off. Otherwise the eigenvalues do, which cost less.
     diagonal = gram.diagonal().sort(descending=True).values
