@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.errors import InputError
 from polyfed.message import Floats, Message, Schema, State
@@ -164,7 +165,7 @@ class FedSSA(Method):
 
 def _check_rows(head: nn.Module, network: str) -> None:
     """Raise unless all rows of a network's head can be shared."""
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, nn.Linear) or is_parametrized(head):  # whose weight is computed, as with a weight norm
         raise InputError(
             f"fedssa needs a head that is one linear layer, with one row for each class, but that of {network} is of "
             f"type {type(head).__name__}; choose networks that end with one."

@@ -31,6 +31,12 @@ class TwoLayerHead(SplitNetwork):
         super().__init__(extractor, head, support.FEATURES)
 
 
+class NormedHead(support.Wide):
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(input_shape, classes)
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(support.FEATURES, classes))
+
+
 def rows(*values: float, width: int = WIDTH) -> Tensor:
     """Rows of a head that hold one value each."""
     return torch.tensor([float(value) for value in values])[:, None].expand(-1, width).clone()
@@ -212,6 +218,8 @@ def test_head_without_bias(tmp_path) -> None:
 def test_head_of_several_layers_is_refused() -> None:
     with pytest.raises(InputError, match="one linear layer.*TwoLayerHead is of type Sequential"):
         support.population("fedssa", models=(TwoLayerHead,))
+    with pytest.raises(InputError, match="one linear layer.*NormedHead is of type ParametrizedLinear"):
+        support.population("fedssa", models=(NormedHead,))
     with pytest.raises(InputError, match="the same head"):
         support.population("fedssa", models=(support.Wide, NoBias))
 
