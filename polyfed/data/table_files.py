@@ -30,11 +30,16 @@ def read_table(address: Address, constants: Constants | None = None) -> Dataset:
     if "constants" in options:
         constants = read_constants(Path(options["constants"]).expanduser())
     drop = [column for column in options.get("drop", "").split(",") if column]
-    frame = read_frame(address.file, [] if constants is None else [each.column for each in constants.categories])
+    # Codes are texts in all files if they are in one: in another all of them may look like numbers.
+    agreed = [] if constants is None else [each.column for each in constants.categories]
+    frame = read_frame(address.file, agreed)
+    rows = None if test is None else read_frame(test, text_columns(frame))
+    if rows is not None and (texts := {*text_columns(rows)} - {*text_columns(frame)}):
+        frame = read_frame(address.file, [*agreed, *texts & {*frame.columns}])
     return from_frame(
         frame,
         options.get("label", constants.label if constants else None),
-        None if test is None else read_frame(test, text_columns(frame)),
+        rows,
         address.name,
         client=options.get("client"),
         drop=drop,

@@ -35,7 +35,7 @@ MOST_LEVELS = 100
 FEW_LEVELS = 20
 """A column of texts with fewer different values may be one of codes that look like numbers."""
 COMMA = re.compile(r"\s*[-+]?[\d.,]*\d\s*")
-DATE = re.compile(r"(\d{4}-\d\d?-\d\d?|\d\d?([./])\d\d?\2(\d\d|\d{4}))([ T]+\d\d?:.*)?")
+DATE = re.compile(r"(\d{4}([-./])\d\d?\2\d\d?|\d\d?([./])\d\d?\3(\d\d|\d{4}))([ T]+\d\d?:.*)?")
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -273,6 +273,8 @@ def holds_numbers(column: pd.Series[Any]) -> bool:
     """Whether a column holds numbers or truths, of which some may be missing."""
     from pandas.api import types
 
+    if types.is_complex_dtype(column):
+        raise InputError(f"column '{column.name}' has complex numbers: make two columns of it.")
     if types.is_bool_dtype(column) or types.is_numeric_dtype(column):
         return True
     return types.is_object_dtype(column) and types.infer_dtype(column, skipna=True) == "boolean"
@@ -329,8 +331,6 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
         values = frame[column]
         if values.isna().all():
             raise InputError(f"column '{column}' of '{name}' is empty: leave it out (drop={column}).")
-        if types.is_complex_dtype(values):
-            raise InputError(f"column '{column}' of '{name}' has complex numbers: make two columns of it.")
         if holds_numbers(values):
             if not np.isfinite(as_numbers(values).dropna()).all():
                 raise InputError(f"column '{column}' of '{name}' has infinite values: replace them.")
@@ -368,7 +368,8 @@ def _check_no_numbers(levels: Sequence[str], column: str, name: str) -> None:
 def _no_dates(column: str, name: str, example: object) -> InputError:
     return InputError(
         f"column '{column}' of '{name}' has dates, such as '{example}': make numbers of them, such as days since a "
-        f"date that you choose, or leave the column out (drop={column})."
+        f"date that you choose, or leave the column out (drop={column}). If they are no dates, give a frame in which "
+        "the column is of the type 'category'."
     )
 
 

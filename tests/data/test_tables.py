@@ -169,6 +169,8 @@ def test_codes_are_the_same_categories_in_files_where_all_look_like_numbers(tmp_
     save_constants(load_dataset(f"table:{whole}?label=y"), tmp_path / "agreed.json")
     site = load_dataset(f"table:{part}?constants={tmp_path / 'agreed.json'}")
     assert site.images.tolist() == dataset.images.tolist()[3:]
+    switched = load_dataset(f"table:{part}?label=y&test={whole}")
+    assert switched.images.tolist() == [[1, 0, 0], [0, 0, 0], [0, 1, 0], [0, 1, 0], [1, 0, 0], [0, 0, 0]]
     frames = pd.DataFrame({"grade": ["2", "1", "X"], "y": [0, 1, 0]}), pd.DataFrame({"grade": [1, None], "y": [0, 1]})
     joined = from_frame(frames[0], "y", frames[1])
     assert joined.images.tolist()[3:] == [[1, 0, 0], [0, 0, 0]]
@@ -197,7 +199,8 @@ ROWS = 202
         ({"v": [1.0, 2.0], "y": ["a", "a"]}, "y", "a single value"),
         ({"v": ["x"] * ROWS, "y": [0, 1] * (ROWS // 2), "id": [f"p{n}" for n in range(ROWS)]}, "y", "drop=id"),
         ({"v": [np.inf, 2.0], "y": ["a", "b"]}, "y", "column 'v' .* infinite"),
-        ({"v": [1 + 2j, 2.0], "y": ["a", "b"]}, "y", "column 'v' .* complex"),
+        ({"v": [1 + 2j, 2.0], "y": ["a", "b"]}, "y", "column 'v' has complex"),
+        ({"v": ["2020/01/02", "2020/01/03"], "y": ["a", "b"]}, "y", "column 'v' .* dates, such as '2020/01/02'"),
         ({"v": [None, None], "y": ["a", "b"]}, "y", "column 'v' .* is empty"),
         ({"v": pd.to_datetime(["2020-01-01", "2020-01-02"]), "y": ["a", "b"]}, "y", "column 'v' .* dates"),
         ({"y": ["a", "b"]}, "y", "no column besides its label"),
