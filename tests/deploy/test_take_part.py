@@ -17,6 +17,7 @@ from polyfed.deploy.serve import open_folder
 from polyfed.deploy.take_part import LONGEST_LINE, Answering, Log, take_part
 from polyfed.deploy.terms import read_terms
 from polyfed.errors import InputError
+from polyfed.export.load import CARD
 from polyfed.remote import Packet
 from tests.deploy.files import terms, write_member, write_terms
 
@@ -87,6 +88,10 @@ def test_a_site_that_has_ended_says_so_before_it_connects(tmp_path: Path, monkey
     shown: list[str] = []
     take_part(member, shown.append)
     assert shown == []
-    (member.settings.folder / "final.safetensors").touch()
+    (member.settings.folder / "final.safetensors").touch()  # it ended, but its model could not be written
+    take_part(member, shown.append)
+    assert shown == []
+    (member.settings.folder / "model").mkdir()
+    (member.settings.folder / "model" / CARD).touch()
     take_part(member, shown.append)
     assert len(shown) == 1 and "run trial-1 has ended here, and its model is in" in shown[0]
