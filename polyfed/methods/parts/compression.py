@@ -24,8 +24,9 @@ from polyfed.methods.parts.tools import is_variance
 LEFT, RIGHT = ".left", ".right"
 _SMALL = 32
 """The shorter side of a matrix whose eigenvectors a CPU has found before a GPU has launched its kernels."""
-_SMALL_FOR_MANY, _MANY = 512, 4
-"""The same with so many cores: a GPU finds 500 vectors in 11 ms, but of one matrix after another, a core in 30."""
+_MANY, _SMALL_FOR_MANY, _FEW_VALUES = 4, 512, 1 << 19
+"""With so many cores, matrices with a side so short and so few values are factored on the CPU as a whole: a GPU finds
+500 vectors in 11 ms, but of one matrix after another, a core in 30."""
 
 
 def changes(state: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> State:
@@ -81,7 +82,7 @@ def factorise(tensor: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
     if not _is_matrix(tensor):
         return None
     rows, columns = tensor.flatten(1).shape
-    small = _SMALL if available_cores() < _MANY else _SMALL_FOR_MANY
+    small = _SMALL_FOR_MANY if available_cores() >= _MANY and rows * columns <= _FEW_VALUES else _SMALL
     matrix = (tensor.cpu() if min(rows, columns) <= small else tensor).flatten(1).double()
     # Values that are not finite have no factors; the tensor travels as it is and the receiver refuses it.
     if rows * columns <= rows + columns or not bool(torch.isfinite(matrix).all()):
