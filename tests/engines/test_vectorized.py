@@ -18,13 +18,14 @@ from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines import stacked as stacked_package
 from polyfed.engines.stacked import drawer, passes
 from polyfed.engines.stacked import round as stacked_round
-from polyfed.engines.stacked.captured import reason
+from polyfed.engines.stacked.captured import Stream, reason
 from polyfed.engines.stacked.plan import new_plan
 from polyfed.engines.stacked.round import CohortRound
 from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import DivergedError, InputError
+from polyfed.message import Message
 from polyfed.methods import METHODS
-from polyfed.methods.base import Method, Phase
+from polyfed.methods.base import Method, Phase, Trained
 from polyfed.methods.parts.tools import cross_entropy
 from tests import support
 from tests.methods import parity
@@ -349,10 +350,23 @@ def test_training_that_diverges_is_named_before_an_answer_is_made(
 
 def test_slow_uploads_are_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients wait for each other; what they send is what they send one after another."""
-    fedkd, meeting = METHODS["fedkd"], threading.Barrier(2, timeout=30)
+    fedkd, meeting, entered = METHODS["fedkd"], threading.Barrier(2, timeout=30), list[threading.Thread]()
     upload, threads, settings = fedkd.upload, torch.get_num_threads(), {"clients": 2, "models": (support.Wide,)}
+    in_stream = Stream.entered
+
+    def recorded(stream: Stream) -> Any:
+        entered.append(threading.current_thread())
+        return in_stream(stream)
+
+    def slow(method: Method, client: Trained) -> Message:
+        meeting.wait()
+        assert not torch.is_grad_enabled() and torch.get_num_threads() == 1
+        assert threading.current_thread() in entered
+        return upload(method, client)
+
     monkeypatch.setattr(stacked_round, "available_cores", lambda: 2)
-    monkeypatch.setattr(fedkd, "upload", lambda method, client: (meeting.wait(), upload(method, client))[1])
+    monkeypatch.setattr(Stream, "entered", recorded)
+    monkeypatch.setattr(fedkd, "upload", slow)
     at_once, _, first = run(tmp_path / "at once", VectorizedEngine, "fedkd", **settings)
     monkeypatch.setattr(fedkd, "upload", upload)
     monkeypatch.setattr(fedkd, "uploads_in_threads", False)

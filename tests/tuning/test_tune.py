@@ -165,6 +165,15 @@ def test_code_that_exits_or_fails_costs_its_trial_only(
     assert found.best.settings == {"training.lr": 0.05} and len(rows) == 2
 
 
+def test_code_that_fails_in_the_first_trial_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Federation, number: int) -> Any:
+        raise ClientError("enough")
+
+    monkeypatch.setattr(Federation, "round", fails)
+    with pytest.raises(ClientError, match="enough"):
+        tune(["standalone"], out=tmp_path, trials=2, search=LR, sampler="grid", seeds=[1], **SETTINGS)
+
+
 def test_a_grid_ends_when_all_is_tried(tmp_path: Path) -> None:
     notes: list[str] = []
     tune(["standalone"], out=tmp_path, trials=9, search=LR, sampler="grid", seeds=[1], note=notes.append, **SETTINGS)
