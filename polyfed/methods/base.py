@@ -246,7 +246,10 @@ class Method:
     heavy: ClassVar[tuple[str, ...]] = ()
     """Uploaded tensors that a simulation leaves on the GPU, because the server works on them there."""
     uploads_in_threads: ClassVar[bool] = False
-    """Whether an upload keeps a core of the CPU busy for long, so that a simulation makes several at once."""
+    """Whether an upload keeps a core of the CPU busy for long, so that a simulation makes several at once, in threads.
+
+    Then `upload`, also a subclass's, must be safe to call from several threads.
+    """
 
     class Config(Settings):
         """The method's options; a method with options overrides this with a subclass."""

@@ -294,7 +294,7 @@ def _with_features(
     matched = SplitNetwork(_replace(split.extractor, placeholder, matcher), head, features)
     matched.training, matched.remarks = split.training, split.remarks
     if split.head_name and type(split.head) is not nn.Linear:
-        kind = type(split.head).__name__
+        kind = type(split.head).__name__.removeprefix("Parametrized")
         matched.remarks += (
             f"the head '{split.head_name}' of {name} ({kind}) is a linear layer here, because it has {features} "
             f"features instead of {split.feature_size}",
