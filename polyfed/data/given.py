@@ -16,7 +16,8 @@ from polyfed.data.dataset import Dataset
 from polyfed.data.own import guess_address, no_columns
 from polyfed.data.samples import Samples, join_samples
 from polyfed.data.sources import load_dataset
-from polyfed.data.tables import Table, from_frame, with_texts_as_names
+from polyfed.data.table_columns import with_texts_as_names
+from polyfed.data.tables import Table, from_frame
 from polyfed.data.torch_datasets import no_dataset, read_samples
 from polyfed.errors import InputError
 

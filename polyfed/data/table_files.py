@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from polyfed.data.dataset import Dataset
 from polyfed.data.files import one_line
 from polyfed.data.own import Address
-from polyfed.data.tables import Constants, from_frame, read_constants, text_columns
+from polyfed.data.table_columns import text_columns
+from polyfed.data.tables import Constants, from_frame, read_constants
 from polyfed.errors import InputError
 
 if TYPE_CHECKING:

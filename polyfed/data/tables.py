@@ -8,7 +8,6 @@ from a file that the sites of a real federation have agreed on (`Constants`).
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from torch import Tensor
 
 from polyfed.data.dataset import Dataset
 from polyfed.data.labels import MANY, no_regression
 from polyfed.data.natural import with_clients
+from polyfed.data.table_columns import (
+    as_numbers,
+    as_texts,
+    check_categories,
+    check_no_commas,
+    holds_numbers,
+    no_dates,
+    with_texts_as_names,
+)
 from polyfed.errors import InputError, counted
 from polyfed.settings import Settings
 
@@ -31,12 +38,6 @@ if TYPE_CHECKING:
 
 MOST_LEVELS = 100
 """A column of texts with more different values than this is a name or a number of a case, not a category."""
-
-FEW_LEVELS = 20
-"""A column of texts with fewer different values may be one of codes that look like numbers."""
-COMMA = re.compile(r"\s*[-+]?[\d.,]*\d\s*")
-DATE = re.compile(r"(\d{4}([-./])\d\d?\2\d\d?|\d\d?([./])\d\d?\3(\d\d|\d{4}))([ T]+\d\d?:.*)?")
-NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 class Number(Settings):
@@ -200,12 +201,6 @@ def from_frame(
     return with_clients(dataset, None if client is None else rows[client].to_numpy())
 
 
-def with_texts_as_names(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with a text as the name of each column: of a tuple, its parts with spaces between them."""
-    names = [" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in frame.columns]
-    return frame.set_axis(names, axis=1)
-
-
 def read_constants(path: Path) -> Constants:
     """The constants in a file that `save_constants` wrote."""
     try:
@@ -250,41 +245,6 @@ def _check_complete(values: pd.Series[Any], what: str, name: str) -> None:
             f"the {what} '{values.name}' of '{name}' is missing in {counted(len(missing), 'row')}, the first at "
             f"{missing[0]}: fill these in, or leave the rows out."
         )
-
-
-def as_numbers(column: pd.Series[Any]) -> pd.Series[float]:
-    return column.astype("float64")
-
-
-def as_texts(column: pd.Series[Any]) -> NDArray[Any]:
-    """The levels as texts; a missing one is empty."""
-    import pandas as pd
-
-    return np.array(["" if pd.isna(value) else _as_text(value) for value in column], dtype=object)
-
-
-def _as_text(value: object) -> str:
-    """A level as a text; a whole number is the same one whether or not pandas has made a float of it."""
-    whole = isinstance(value, float | np.floating) and float(value).is_integer()
-    return str(int(value)) if whole else str(value)  # type: ignore[call-overload]
-
-
-def holds_numbers(column: pd.Series[Any]) -> bool:
-    """Whether a column holds numbers or truths, of which some may be missing."""
-    from pandas.api import types
-
-    if types.is_complex_dtype(column):
-        raise InputError(f"column '{column.name}' has complex numbers: make two columns of it.")
-    if types.is_bool_dtype(column) or types.is_numeric_dtype(column):
-        return True
-    return types.is_object_dtype(column) and types.infer_dtype(column, skipna=True) == "boolean"
-
-
-def text_columns(frame: pd.DataFrame) -> list[str]:
-    """The columns that hold nothing but texts, as far as they hold something."""
-    from pandas.api.types import infer_dtype
-
-    return [name for name in frame.columns if infer_dtype(frame[name], skipna=True) == "string"]
 
 
 def _check_columns(
@@ -337,10 +297,10 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
             numbers.append(Number(column=column, fill=0, mean=0, std=1))
             continue
         if types.is_datetime64_any_dtype(values) or types.is_timedelta64_dtype(values):
-            raise _no_dates(column, name, values.dropna().iloc[0])
+            raise no_dates(column, name, values.dropna().iloc[0])
         levels = sorted({*as_texts(values)} - {""})
         if not isinstance(values.dtype, CategoricalDtype):  # there the user has said what it is
-            _check_no_numbers(levels, column, name)
+            check_categories(levels, column, name)
         if len(levels) > MOST_LEVELS:
             raise InputError(
                 f"column '{column}' of '{name}' has {len(levels)} different texts, too many for a category (at most "
@@ -350,36 +310,6 @@ def _plan(frame: pd.DataFrame, label: str, classes: tuple[str, ...], name: str) 
     if not numbers and not categories:
         raise InputError(f"'{name}' has no column besides its label: give at least one.")
     return Constants(label=label, classes=classes, numbers=tuple(numbers), categories=tuple(categories))
-
-
-def _check_no_numbers(levels: Sequence[str], column: str, name: str) -> None:
-    """Raise if a column of texts is one of numbers that were not recognised, or of dates: these are no categories."""
-    _check_no_commas(levels, column, f"'{name}'")
-    if all(DATE.fullmatch(level) for level in levels):
-        raise _no_dates(column, name, levels[0])
-    odd = [level for level in levels if not NUMBER.fullmatch(level)]
-    if odd and len(levels) >= FEW_LEVELS and 10 * len(odd) <= len(levels):
-        raise InputError(
-            f"column '{column}' of '{name}' has {len(levels) - len(odd)} different numbers, but also texts such as "
-            f"'{odd[0]}': leave fields empty where a number is missing, or leave the column out (drop={column})."
-        )
-
-
-def _no_dates(column: str, name: str, example: object) -> InputError:
-    return InputError(
-        f"column '{column}' of '{name}' has dates, such as '{example}': make numbers of them, such as days since a "
-        f"date that you choose, or leave the column out (drop={column}). If they are no dates, give a frame in which "
-        "the column is of the type 'category'."
-    )
-
-
-def _check_no_commas(levels: Sequence[str], column: str, what: str) -> None:
-    if any("," in level for level in levels) and all(COMMA.fullmatch(level) for level in levels):
-        example = next(level for level in levels if "," in level)
-        raise InputError(
-            f"column '{column}' of {what} has numbers with commas, such as '{example}': write them with points "
-            f"(pandas.read_csv(path, decimal=',') reads decimal commas)."
-        )
 
 
 def _fit_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[Number, ...]:
@@ -407,10 +337,9 @@ def _check_agreed(constants: Constants, frame: pd.DataFrame, label: str, classes
     for category in constants.categories:
         texts = {*as_texts(frame[category.column])} - {""}
         if texts and not texts & {*category.levels}:
-            known = ", ".join(category.levels[:10]) + (", …" if len(category.levels) > 10 else "")
             raise InputError(
                 f"column '{category.column}' of '{name}' has none of the texts that the agreed constants name there "
-                f"({known}), but '{min(texts)}': write them in the same way, or agree on these too."
+                f"({_shown(category.levels)}), but '{min(texts)}': write them in the same way, or agree on these too."
             )
 
 
@@ -422,5 +351,5 @@ def _check_rows(constants: Constants, frame: pd.DataFrame, what: str, who: str) 
     for each in constants.numbers:
         values = frame[each.column]
         if not holds_numbers(values) and not values.isna().all():
-            _check_no_commas(sorted({*as_texts(values)} - {""}), each.column, what)
+            check_no_commas(sorted({*as_texts(values)} - {""}), each.column, what)
             raise InputError(f"column '{each.column}' of {what} has texts, but {who} numbers there: replace them.")
