@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from polyfed.errors import InputError, clients_named
+from polyfed.errors import InputError, clients_named, listed
 from polyfed.methods.base import Method
 from polyfed.models import SplitNetwork, parameter_count
 from polyfed.models.frozen import rest_of
@@ -65,6 +65,13 @@ def network_profile(name: str, network: SplitNetwork) -> Profile:
         frozen=" and ".join(sorted(rest_of(network.head).parameters)) or "nothing",
         parameters=parameter_count(network),
     )
+
+
+def named(clients: Sequence[int], profiles: Mapping[int, Profile]) -> str:
+    """Clients in words, and by the names under which they have joined, if these are few."""
+    names = [profiles[client].name for client in clients if client in profiles]
+    words = clients_named(clients)
+    return f"{words} ({listed(names)})" if all(names) and len(names) == len(clients) <= 4 else words
 
 
 def check_common(method: Method, profiles: Mapping[int, Profile]) -> None:

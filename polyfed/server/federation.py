@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -15,11 +15,11 @@ from polyfed.compute import out_of_memory
 from polyfed.config import Experiment, share_of
 from polyfed.devices import Clock, Device
 from polyfed.engines.base import Engine
-from polyfed.errors import InputError, RunError, clients_named, listed
+from polyfed.errors import InputError, RunError
 from polyfed.evaluation import Score
 from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
-from polyfed.profile import Profile, check_common, samples_known
+from polyfed.profile import Profile, check_common, named, samples_known
 from polyfed.records import Restored, RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.records.states import misfit
@@ -254,23 +254,17 @@ class Federation:
 
     def _note_of(self, clients: list[int], note: str) -> None:
         """Keep one note that is true of these clients, and show it of those of whom it has not been shown yet."""
-        self.note(f"{self._named(clients)}: {note}", show=False, clients=clients)
+        self.note(f"{named(clients, self.profiles)}: {note}", show=False, clients=clients)
         unheard = [client for client in clients if f"client {client}: {note}" not in self._shown]
         self._shown.update(f"client {client}: {note}" for client in unheard)
         if unheard:
-            self.watcher.on_note(f"{self._named(unheard)}: {note}")
-
-    def _named(self, clients: Sequence[int]) -> str:
-        """Clients in words, and by the names under which they have joined."""
-        names = [self.profiles[client].name for client in clients if client in self.profiles]
-        words = clients_named(clients)
-        return f"{words} ({listed(names)})" if all(names) and len(names) == len(clients) <= 4 else words
+            self.watcher.on_note(f"{named(unheard, self.profiles)}: {note}")
 
     def _sound(self, number: int, replies: list[Reply]) -> list[Reply]:
         """The replies that can be fused; each of the others is noted with its reason."""
         sound, refused = self.door.admit(number, replies, self.progress.sizes)
         for client, reason in refused.items():
-            self.note(f"round {number} continues without {self._named([client])}: {reason}", client=client)
+            self.note(f"round {number} continues without {named([client], self.profiles)}: {reason}", client=client)
         self.method.forget(self.server, refused)
         return sound
 
