@@ -21,11 +21,16 @@ FINAL = "final.safetensors"
 """The state at the end of the run, with what the server knew then."""
 
 
+def has_model(folder: Path) -> bool:
+    """Whether a site's folder holds its model, all of it."""
+    return disk.read(folder / "model" / CARD) is not None
+
+
 def keep_final(member: Member, population: Population, state: State) -> None:
     """Keep the state of the run's end, and the model for use."""
     folder = member.settings.folder
     disk.write(folder / FINAL, state_bytes(state))
-    if disk.read(folder / "model" / CARD) is None:
+    if not has_model(folder):
         _write(member, population, state, folder / "model", "safetensors")
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from polyfed.deploy.keys import public_line, read_private_key
 from polyfed.deploy.member import Member
-from polyfed.deploy.outcome import keep_final
+from polyfed.deploy.outcome import has_model, keep_final
 from polyfed.errors import InputError
-from polyfed.export.load import CARD
 from polyfed.flower import check_installed
 from polyfed.records import disk
 from polyfed.records.claim import locked, writable
@@ -47,7 +46,7 @@ def take_part(member: Member, tell: Tell) -> None:
         connection = SiteConnection(settings.server, settings.certificate, key, answering, log.add)
         connection.largest = site.largest_question
         answering.finished = connection.stop
-        if disk.read(settings.folder / "model" / CARD) is not None:
+        if has_model(settings.folder):
             log.add(
                 f"run {member.terms.name} has ended here, and its model is in '{settings.folder / 'model'}'; "
                 "connecting again, in case the server does not know it yet"
