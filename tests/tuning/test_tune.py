@@ -12,17 +12,16 @@ import pandas as pd
 import pytest
 import yaml
 
-from polyfed import METHODS, RunFolder
+from polyfed import RunFolder
 from polyfed.comparison.plan import plan
 from polyfed.config import read_experiment
 from polyfed.errors import ClientError, InputError, RunError
 from polyfed.records import disk
 from polyfed.records.claim import locked
 from polyfed.server.federation import Federation, Interrupted, Watcher
-from polyfed.tuning import Choices, Range, parse_search, search_space, tune
+from polyfed.tuning import Choices, Range, tune
 from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import Trial
-from polyfed.tuning.space import check_space
 from tests.shell import Shell
 from tests.support import Wide, tiny_dataset
 
@@ -367,50 +366,6 @@ def test_a_picture_shows_the_best_value_over_trials(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     tune(["standalone"], out=tmp_path / "new", trials=1, search=LR, seeds=[1], **SETTINGS)
     assert all((tmp_path / f"new/curve.{kind}").stat().st_size > 1000 for kind in ("png", "pdf"))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("lr", "NAME=VALUE"),
-        ("lr=0.1..", "not a range"),
-        ("lr=0.1..0.01", "smaller"),
-        ("lr=1,1", "twice"),
-    ],
-)
-def test_a_search_that_can_not_be_read_is_explained(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        parse_search([text], "tpe")
-
-
-def test_values_with_commas_are_a_list_and_what_is_no_yaml_is_a_text() -> None:
-    assert parse_search(["models=[cnn5, 'cnn1,cnn5']"], "grid") == {"models": Choices(("cnn5", "cnn1,cnn5"))}
-    assert parse_search(["models=[,cnn5"], "grid") == {"models": Choices(("[", "cnn5"))}
-
-
-def test_a_range_is_no_grid() -> None:
-    with pytest.raises(InputError, match="list them"):
-        parse_search(["lr=0.001..0.1"], "grid")
-
-
-def test_grids_of_numbers_are_ranges_for_tpe() -> None:
-    space = search_space("standalone", {}, "tpe")
-    assert space["training.lr"] == Range(0.01, 0.1) and space["training.epochs"] == Choices((1, 10))
-    assert isinstance(search_space("standalone", {}, "grid")["training.lr"], Choices)
-
-
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_a_grid_has_values_that_the_method_accepts_in_order(method: str) -> None:
-    for name, values in METHODS[method].grid.items():
-        assert list(values) == sorted(values)  # type: ignore[type-var]
-        for value in values:
-            METHODS[method].Config(**{name: value})
-    check_space([method], {}, {})
-
-
-def test_a_method_with_options_to_tune_has_a_grid() -> None:
-    without = {name for name, method in METHODS.items() if method.Config.model_fields and not method.grid}
-    assert not without
 
 
 def test_a_comparison_uses_what_a_search_found_with_other_seeds(tmp_path: Path) -> None:
