@@ -178,8 +178,7 @@ def check(records: Mapping[Key, Record], campaign: Campaign) -> None:
 def check_settings(run: Run, record: Record) -> None:
     """Raise if a record is of a run with other settings, or of one that did not reach its last round.
 
-    Of a setting that a record lacks, all that is known is that it had its default then: the setting is newer, or the
-    record is one of the first, which had only what differed from the defaults.
+    A setting that a record lacks is newer than the record, which has it at its default.
     """
     now, before = run.told, {**run.usual, **record["settings"]}
     for name in (name for name in {**now, **before} if now.get(name) != before.get(name)):

@@ -115,8 +115,8 @@ def _having(clients: Sequence[int], profiles: Mapping[int, Profile], value: Hash
     """Who has what; with the names of their networks, unless these are what they have."""
     networks = [name for name in dict.fromkeys(profiles[client].network for client in clients) if name != value]
     shown = [name for name in networks if name][:3]
-    named = f" ({', '.join(shown)}{', …' if len(networks) > len(shown) else ''})" if shown else ""
-    return f"{clients_named(clients)}{named} {'has' if len(clients) == 1 else 'have'} {value}"
+    with_networks = f" ({', '.join(shown)}{', …' if len(networks) > len(shown) else ''})" if shown else ""
+    return f"{clients_named(clients)}{with_networks} {'has' if len(clients) == 1 else 'have'} {value}"
 
 
 def samples_known(profiles: Iterable[Profile]) -> int | None:
