@@ -59,18 +59,22 @@ def way(x: Tensor, weight: Tensor, windows: Windows, groups: int, biased: bool) 
     That is one convolution with a group of channels per client, for which cuDNN has slow kernels. Few channels go to
     our own kernels. With more, or a stride, patches are written to memory for a product of matrices.
     """
-    out, channels = weight.shape[:2]
     simple = windows.stride == windows.dilation == (1, 1) and all(
         p < k for p, k in zip(windows.padding, windows.size, strict=True)
     )
     if groups != 1:
         return None
-    if simple and channels <= MOST_CHANNELS[0] and out <= MOST_CHANNELS[1]:
+    if simple and few_channels(weight):
         return Direct(windows)
     down, across = windows.grid(x.shape[2], x.shape[3])
     if len(x) * down * across * weight[0].numel() < MOST_VALUES:
         return Products(windows, biased)
     return None
+
+
+def few_channels(weight: Tensor) -> bool:
+    """Whether one client's convolution has so few channels that our own kernels are faster."""
+    return weight.shape[1] <= MOST_CHANNELS[0] and weight.shape[0] <= MOST_CHANNELS[1]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ and recurrent layers, for which `vmap` has no rules, are made of plain operation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import index
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from polyfed.compute import working_kernels
 from polyfed.engines.stacked import entropy
 from polyfed.engines.stacked.batched import DTYPES, only, stacked
-from polyfed.engines.stacked.convolutions import MOST_VALUES, Pair, Way, Windows, way
+from polyfed.engines.stacked.chains import joined
+from polyfed.engines.stacked.convolutions import MOST_VALUES, Pair, Way, Windows, few_channels, way
+from polyfed.engines.stacked.joined import Linear, pooled
 from polyfed.engines.stacked.sequences import UNFUSED
 from polyfed.losses import cross_entropy
 
@@ -66,13 +68,17 @@ def _trial(module: Any, device: str) -> None:
     some, none = torch.zeros(1, 1, 1, 3, 3, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     module.convolve(some, some, None, (0, 0))
     rates = import_module("polyfed.engines.stacked.sgd").Rates(0.1, momentum=0.9, decay=0.1, clip=1.0)
-    modules = (import_module(f"polyfed.engines.stacked.{name}_kernels") for name in ("sgd", "image", "loss"))
-    sgd, images, losses = modules
+    names = ("sgd", "image", "loss", "linear", "pooled")
+    sgd, images, losses, linears, pools = (import_module(f"polyfed.engines.stacked.{name}_kernels") for name in names)
     sgd.update([some], [some], [some], some, sgd.squared_lengths([some]), rates)
     images.look_up(some[0].byte(), none, some, some, {})
     values = losses.cross_entropy(some.view(1, -1), none, None)
     losses.cross_entropy_gradient(values, some.view(1, -1), none, None)
     losses.mean_gradient(losses.mean(values[None], none[None] == 0)[0], none[None] == 0)
+    linears.before_relu(linears.add_bias(some[0, 0], some[0, 0, 0], relu=True), some[0, 0])
+    y, places = pools.convolve(some.view(1, 1, 3, 3, 1), some[..., :2, :2], None, relu=True)
+    pools.image_gradient(y, places, some[..., :2, :2], (1, 3, 3, 1))
+    pools.weight_gradient(some.view(1, 1, 3, 3, 1), y, places, (1, 1, 2, 2))
 
 
 def convolution(
@@ -119,13 +125,13 @@ def _common(dtypes: set[torch.dtype]) -> torch.dtype | None:
     return next(iter(dtypes)) if len(dtypes) == 1 and dtypes.issubset(DTYPES) else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """A linear layer with bias; None if it has none, or is invalid."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor | None:
+    """A linear layer with bias, and ReLU if wanted; None if it has no bias, or is invalid."""
     fits = x.dim() > 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1] and x.numel() > 0
     dtype = None if bias is None else _common({tensor.dtype for tensor in (x, weight, bias)})
     if bias is None or dtype is None or not fits or bias.shape != weight.shape[:1]:
         return None
-    result: Tensor = Linear.apply(x.to(dtype), weight.to(dtype), bias.to(dtype))
+    result: Tensor = Linear.apply(x.to(dtype), weight.to(dtype), bias.to(dtype), relu)
     return result
 
 
@@ -162,6 +168,37 @@ def pooling(
         return None
     result: Tensor = Pooling.apply(x, windows)[0]
     return result
+
+
+def as_one(x: Tensor, layers: Sequence[nn.Module]) -> Tensor | None:
+    """What layers that `chains` has found make of x; None if the kernels do not support it, or it is invalid."""
+    first, *others = layers
+    relu = any(isinstance(layer, nn.ReLU) for layer in others)
+    if isinstance(first, nn.Linear):
+        return linear(x, first.weight, first.bias, relu)
+    pool = next(layer for layer in others if isinstance(layer, nn.MaxPool2d))
+    if not isinstance(first, nn.Conv2d) or x.dim() != 4 or not len(x) or not _in_twos(first, pool):
+        return None
+    weight, bias = first.weight, first.bias
+    dtype = _common({tensor.dtype for tensor in (x, weight, bias) if tensor is not None})
+    windows = Windows((weight.shape[2], weight.shape[3]), (1, 1), (0, 0), (1, 1))
+    if dtype is None or not _fits(x, weight, bias, windows) or not few_channels(weight):
+        return None
+    if min(windows.grid(x.shape[2], x.shape[3])) < 2:
+        return None
+    return pooled(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), relu)
+
+
+def _in_twos(convolution: nn.Conv2d, pool: nn.MaxPool2d) -> bool:
+    """Whether a convolution without stride or padding is pooled in windows of 2 × 2 that do not overlap."""
+    step = pool.kernel_size if pool.stride is None else pool.stride
+    windows = pairs(pool.kernel_size, step, pool.padding, pool.dilation)
+    plain = pairs(convolution.stride, _around(convolution.padding, (2, 2), 1, 1), convolution.dilation)
+    return (
+        windows == [(2, 2), (2, 2), (0, 0), (1, 1)]
+        and plain == [(1, 1), (0, 0), (1, 1)]
+        and (convolution.groups, pool.ceil_mode, pool.return_indices) == (1, False, False)
+    )
 
 
 class Norm(NamedTuple):
@@ -207,6 +244,7 @@ SERVED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     functional.batch_norm: batch_norm,
     functional.cross_entropy: entropy.torch_cross_entropy,
     cross_entropy: entropy.cross_entropy,
+    joined: as_one,
     torch.cat: concatenation,
     Tensor.view: view,
 }
@@ -272,32 +310,6 @@ class _WeightGradient(Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         x, gradient = stacked(info, in_dims[:2], inputs[:2])
         return inputs[2].weight_gradient(x, gradient), (0, 0)
-
-
-class Linear(Function):
-    """A linear layer: samples, weight, bias. PyTorch's rule for `vmap` multiplies every bias by one."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = gradients[0].flatten(0, -2)
-        of_x = gradients[0] @ weight if ctx.needs_input_grad[0] else None
-        of_weight = rows.mT @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        x, weight, bias = stacked(info, in_dims, inputs)
-        y = torch.baddbmm(bias[:, None], x.flatten(1, -2), weight.mT)
-        return y.unflatten(1, x.shape[1:-1]), 0
 
 
 class Pooling(Function):

@@ -23,6 +23,7 @@ from polyfed.compute import precision, without_search
 from polyfed.data import Dataset
 from polyfed.engines.client.batches import IMAGE, VIEWS
 from polyfed.engines.client.round import batch_norm_trains, set_modes
+from polyfed.engines.stacked.chains import join_layers
 from polyfed.engines.stacked.dropout import PREFIX, Masks, dropout_layers, find_calls, masked
 from polyfed.engines.stacked.images import images
 from polyfed.engines.stacked.layers import StackedLayers
@@ -43,6 +44,7 @@ class StackedApplied(Applied):
     def __init__(self, network: ClientNetwork, function: Callable[..., object]) -> None:
         super().__init__(network, function)
         keep_weights_apart(network)
+        join_layers(network)
 
     def forward(self, *arguments: object) -> object:
         before = list(self.network.buffers())
