@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyfed.engines.together import joint
+from polyfed.engines.stacked.chains import join_layers
 from polyfed.engines.together.fit import alike, misfit, same
 from polyfed.message import Message, State
 from polyfed.methods import FedProto
@@ -366,6 +367,16 @@ class Recurrent(torch.nn.Module):
 
 def test_networks_that_differ_in_their_states_alone_are_alike() -> None:
     assert alike(Recurrent(4), Recurrent(4)) and not alike(Recurrent(4), Recurrent(5))
+
+
+def test_a_network_whose_layers_are_joined_is_like_one_whose_layers_are_not() -> None:
+    """But not like one with a function of the user's own instead."""
+    own, other, replaced = (torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
+    replaced.__dict__["forward"] = lambda x: x
+    join_layers(own)
+    join_layers(replaced)
+    assert alike(own, other) and not alike(own, replaced)
+    assert replaced(torch.ones(1, 1)).tolist() == [[1.0]]
 
 
 def test_values_are_compared_by_what_they_hold() -> None:

@@ -25,8 +25,13 @@ JOINED = (
 def join_layers(network: nn.Module) -> None:
     """Let the network's sequences compute layers as one where an engine offers that, and as usual elsewhere."""
     for module in network.modules():
-        if type(module) is nn.Sequential:
+        if type(module) is nn.Sequential and "forward" not in vars(module):
             module.__dict__["forward"] = partial(_in_order, module)
+
+
+def joins(value: object) -> bool:
+    """Whether this attribute of a module is what `join_layers` has put there."""
+    return isinstance(value, partial) and value.func is _in_order
 
 
 def joined(x: Any, layers: Sequence[nn.Module]) -> Tensor | None:

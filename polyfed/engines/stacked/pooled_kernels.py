@@ -372,18 +372,20 @@ def _add_up(
     WEIGHTS: tl.constexpr = OUT * C * KH * KW
     client = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0) * SUMS + tl.arange(0, SUMS)
-    o, c, i, j = number // (C * KH * KW), number // (KH * KW) % C, number // KW % KH, number % KW
+    # Neighbouring threads read neighbouring channels, so that is the order; weights have another.
+    o, i, j, c = number // (C * KH * KW), number // (C * KW) % KH, number // C % KW, number % C
     is_weight, is_bias = number < WEIGHTS, (number >= WEIGHTS) & (number < WEIGHTS + OUT)
     total = tl.zeros((PARTS, SUMS), tl.float32)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         own = (some + (part * clients + client) * (4 * BO * DEPTH + BO))[:, None]
         real = (part < parts)[:, None]
-        for place in tl.static_range(4):
-            row, column = i + place // 2, j + place % 2
-            where = (place * BO + o) * DEPTH + (row * (KW + 1) + column) * C + c
+        for corner in tl.static_range(4):
+            row, column = i + corner // 2, j + corner % 2
+            where = (corner * BO + o) * DEPTH + (row * (KW + 1) + column) * C + c
             total += tl.load(own + where[None, :], real & is_weight[None, :], 0.0)
         total += tl.load(own + (4 * BO * DEPTH + number - WEIGHTS)[None, :], real & is_bias[None, :], 0.0)
     sums = tl.sum(total, 0)
-    tl.store(of_weight + client * WEIGHTS + number, sums.to(of_weight.dtype.element_ty), is_weight)
+    place = ((o * C + c) * KH + i) * KW + j
+    tl.store(of_weight + client * WEIGHTS + place, sums.to(of_weight.dtype.element_ty), is_weight)
     tl.store(of_bias + client * OUT + (number - WEIGHTS), sums.to(of_bias.dtype.element_ty), is_bias)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from polyfed.engines.stacked.chains import joins
 from polyfed.engines.stacked.numbers import METHOD, RATE, TRAINING, is_cached
 from polyfed.methods.base import Method, Phase
 from polyfed.population import Population
@@ -165,7 +166,7 @@ def _kind(module: nn.Module) -> tuple[str, str]:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """A module's attributes that its state does not contain; hooks without their numbers, which are never the same."""
-    kept = {name: value for name, value in vars(module).items() if name not in STATE}
+    kept = {name: value for name, value in vars(module).items() if name not in STATE and not joins(value)}
     return {name: list(value.values()) if "_hooks" in name else value for name, value in kept.items()}
 
 
