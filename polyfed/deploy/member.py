@@ -151,7 +151,7 @@ class Member:
         return replace(
             found,
             test_set=chosen_test_set(self.dataset, own.split, own.test_set),
-            notes=describe_test_set(self.dataset, own.split, own.test_set, data),
+            notes=[*describe_test_set(self.dataset, own.split, own.test_set, data), *found.notes],
         )
 
     def site(

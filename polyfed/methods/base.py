@@ -121,6 +121,12 @@ class Probe:
     trains: tuple[str, ...] = ("model",)
     """Names of modules: their parameters, without those that the user froze, are what `of` is given."""
 
+    def sizes(self, samples: int) -> tuple[int, int]:
+        """How many study and quiz samples a client has of this many; (0, 0) if it is not asked."""
+        ends = [edges(part, samples) for part in (self.study, self.quiz)]
+        study, quiz = (min(self.batch, stop - start) for start, stop in ends)
+        return (study, quiz) if study and quiz else (0, 0)
+
 
 @dataclass(frozen=True)
 class Knowledge:
@@ -263,6 +269,10 @@ class Method:
     def needs(cls, config: Config) -> tuple[Common, ...]:
         """What clients must have in common with these options."""
         return cls.requires
+
+    def misses(self, samples: int) -> str:
+        """What a client with so few training samples does not do, as a note for the run; empty if it does all."""
+        return ""
 
     # The client's side -----------------------------------------------------------------------------------------------
 
