@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.profile import Profile
-from polyfed.records import RunFolder
+from polyfed.records import CLIENT_COLUMNS, RunFolder
 from polyfed.remote import Agreement, InMemoryTransport, Packet, Site
 from polyfed.remote.transport import Kind
 from polyfed.server.federation import Federation
 from tests import support
 from tests.methods import parity
 from tests.remote.support import NAMES, NOT_TOLD, agreement, remote, same_rows, setting
+from tests.shell import Shell
 
 
 @pytest.mark.parametrize("method", [*polyfed.METHODS, *parity.OPTIONS])
@@ -97,6 +99,20 @@ class Unreachable:
         if kind == "train" and packet.facts["round"] == self.round:
             return Packet({"failure": "its power went out"})
         return self.site.answer(kind, packet)
+
+
+def test_records_name_the_members(tmp_path: Path, shell: Shell) -> None:
+    """So do a frame of them, `polyfed show` and a report."""
+    config, people = setting("fedproto")
+    apart, _ = remote(tmp_path, config, people)
+    apart.run()
+    frame = apart.folder.clients()
+    assert list(frame.columns) == [*CLIENT_COLUMNS, "name"]
+    assert dict(zip(frame["client"], frame["name"], strict=True)) == dict(enumerate(NAMES))
+    shown = shell("show", str(apart.folder.path)).output
+    assert re.search(r"worst clients +member +architecture", shown) and "birch" in shown
+    assert shell("report", str(apart.folder.path), "-o", str(tmp_path / "page.html")).status == 0
+    assert re.search(r">member</button></th>", (tmp_path / "page.html").read_text())
 
 
 def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
