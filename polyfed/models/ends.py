@@ -121,6 +121,24 @@ def _classifies(layer: nn.Module, classes: int) -> bool:
     return {*layer.kernel_size, *layer.stride} == {1} and set(layer.padding) <= {0}
 
 
+def mean_over_places(x: object) -> Tensor | None:
+    """The mean over all places of images or signals, [batch, channels]; of what has no places, the same."""
+    if not isinstance(x, Tensor):
+        return None
+    return x.flatten(2).mean(2) if x.dim() > 2 else x
+
+
+def end_of_mean(trace: Trace, head: Call) -> bool | Call:
+    """Whether the network returns the mean over places of a convolution's answers, or the layer that changes it."""
+    mean, last = mean_over_places(head.value), head
+    for call in trace.watched[trace.watched.index(head) + 1 :]:
+        if call.inputs and call.inputs[0] is last.output:
+            last = call
+            if not same(mean, mean_over_places(call.value)):
+                return call
+    return same(mean, trace.output)
+
+
 class MeanOverPlaces(nn.Module):
     """The mean over all places of an image or a signal, which stays one, with a single place."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polyfed.errors import InputError
 from polyfed.models.dryrun import Call, Trace, copied, dry_run
-from polyfed.models.ends import Tail, calls_of, described, tail_of, watched
+from polyfed.models.ends import Tail, calls_of, described, end_of_mean, tail_of, watched
 
 
 def check_end(network: nn.Module, head: Call, tail: Tail, images: Tensor, name: str) -> None:
@@ -31,6 +31,19 @@ def check_end(network: nn.Module, head: Call, tail: Tail, images: Tensor, name: 
     differences = [_difference(tail, end) for end in tails]
     if all(differences):
         raise InputError(f"{where} {differences[-1]}: call it in both (nn.Dropout does nothing in evaluation).")
+
+
+def check_mean(network: nn.Module, head: Call, images: Tensor, name: str) -> None:
+    """Raise unless the network returns in training too the mean over places of what its last convolution gives."""
+    trace = _trained(network, head, images, name)
+    if trace is None:
+        return
+    calls = calls_of(trace, head.name)
+    found = [end_of_mean(trace, call) for call in calls]
+    if True not in found:
+        remedy = "return the mean of what it gives there too, with dropout before that layer"
+        why = reason(calls, found, remedy, "in training")
+        raise InputError(f"{name} can't be split at its last convolution '{head.name}', because {why}.")
 
 
 def _trained(network: nn.Module, head: Call, images: Tensor, name: str) -> Trace | None:

@@ -16,7 +16,7 @@ from polyfed.models import ends
 from polyfed.models.dropout import seed_dropout
 from polyfed.models.dryrun import Call, Trace, copied, dry_run, example_images
 from polyfed.models.ends import same
-from polyfed.models.in_training import check_end, reason
+from polyfed.models.in_training import check_end, check_mean, reason
 from polyfed.models.layers import Match, check_match, check_sizes, match_layer
 from polyfed.shapes import as_shape
 
@@ -140,6 +140,7 @@ def _split_at_convolution(
     if activation is not None:
         _replace(network, activation, nn.Identity())
     expected = dry_run(network, images, name).output if activation is not None else trace.output
+    check_mean(network, call, images, name)
     extractor = _replace(network, call.layer, ends.MeanOverPlaces(placeholder))
     head = ends.as_linear(call.layer)
     split = SplitNetwork(extractor, head, head.in_features)

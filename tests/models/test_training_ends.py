@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from polyfed.models import split_network
@@ -33,11 +34,50 @@ class Ending(WithFc):
         return self.end(self, logits, features) if self.training else logits
 
 
+class Pooled(nn.Module):
+    """Ends with the mean over places of a 1x1 convolution; `change` happens before or after it, in training only."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], *, after: bool) -> None:
+        super().__init__()
+        self.change, self.after = change, after
+        self.body = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Dropout(0.5))
+        self.last = nn.Conv2d(6, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.last(self.body(x))
+        if self.training and not self.after:
+            places = self.change(places)
+        logits: Tensor = places.mean((2, 3))
+        return self.change(logits) if self.training and self.after else logits
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_logits_in_training_only_is_refused(change: Callable[[Tensor], Tensor]) -> None:
     sentence = failure(Ending(lambda net, logits, features: change(logits)))
     assert "because something in its forward method changes that layer's output in training" in sentence
     assert "its last linear layer 'fc'" in sentence
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("after", [True, False])
+def test_so_is_what_changes_those_of_a_convolution(change: Callable[[Tensor], Tensor], after: bool) -> None:
+    sentence = failure(Pooled(change, after=after))
+    assert "because something in its forward method changes that layer's output in training" in sentence
+    assert "its last convolution 'last'" in sentence
+
+
+@pytest.mark.parametrize("end", [[nn.Dropout2d(0.5), nn.AdaptiveAvgPool2d(1)], [nn.AdaptiveAvgPool2d(1), nn.Dropout()]])
+def test_dropout_after_a_convolution_at_the_end_is_refused(end: list[nn.Module]) -> None:
+    """It would set features to zero instead of logits."""
+    network = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, CLASSES, 1), *end, nn.Flatten())
+    number = next(place for place, layer in enumerate(network) if isinstance(layer, nn.Dropout | nn.Dropout2d))
+    assert f"because '{number}' changes that layer's output in training: return the mean of" in failure(network)
+
+
+def test_a_convolution_at_the_end_that_is_the_same_in_training_is_split() -> None:
+    network = Pooled(lambda logits: logits, after=True)
+    split = split_network(network, SHAPE, CLASSES).eval()
+    torch.testing.assert_close(split(images()), network.eval()(images()))
 
 
 def test_a_head_that_is_called_again_in_training_is_named_as_the_reason() -> None:
