@@ -126,6 +126,16 @@ def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
     assert notes == ["round 2 continues without client 1 (birch): its power went out"]
 
 
+def test_a_site_that_fails_is_named_once(tmp_path: Path) -> None:
+    config, people = setting("fedproto", participation=1.0, rounds=1)
+    apart, transport = remote(tmp_path, config, people)
+    site: Any = transport.sites["cedar"]
+    site.__self__._engine.train = lambda *_: 1 / 0
+    apart.run()
+    (note,) = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
+    assert note == "round 1 continues without client 2 (cedar): it failed; its own notes say why"
+
+
 def test_fedkd_sends_the_network_to_a_site_that_missed_a_round(tmp_path: Path) -> None:
     """Birch fails in round 2, and the server does not know whether it received that version."""
     config, people = setting("fedkd", participation=1.0, rounds=4)
