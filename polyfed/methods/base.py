@@ -78,12 +78,19 @@ class Phase:
     """Extra random tensors for that many samples, one row each, passed to the loss batch by batch as `batch.drawn`."""
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Parameters that are clamped to a range after every step."""
+    unclipped: tuple[str, ...] = ()
+    """Those of its modules whose gradients `training.clip` does not limit."""
     part: Part = (0.0, 1.0)
     """Which part of the client's (once shuffled) training samples this phase sees."""
     augment: bool = True
     """False: this phase sees images as they are, even if training augments."""
     first_round: int = 0
     """Rounds are numbered from 1; before this one the phase is skipped, and what it trains does not change."""
+
+    @property
+    def clipped(self) -> tuple[str, ...]:
+        """Its modules whose gradients are limited, each by itself."""
+        return tuple(module for module in self.trains if module not in self.unclipped)
 
     def edges(self, samples: int) -> tuple[int, int]:
         """Where this phase's part starts and ends among this many samples."""
