@@ -29,7 +29,7 @@ from polyfed.data import (
     too_many_clients,
 )
 from polyfed.devices import describe, new_devices
-from polyfed.errors import InputError
+from polyfed.errors import InputError, clients_named
 from polyfed.methods import find_method
 from polyfed.methods.base import Method, Task, Training
 from polyfed.models import (
@@ -129,7 +129,7 @@ def gathered(
         {name: _look(makers[name], example) for name, example in examples.items()},
         {name: example.head_name for name, example in examples.items()},
         own_start=config.start == "client",
-        notes=[remark for example in examples.values() for remark in example.remarks],
+        notes=[*(remark for example in examples.values() for remark in example.remarks), *_missed(method, data)],
     )
     return rehearse(population, examples)
 
@@ -207,6 +207,14 @@ def _hash(tensors: Mapping[str, Tensor], *, values: bool, layers: str = "") -> s
 def _notes(config: Experiment, dataset: Dataset, clients: list[ClientData]) -> list[str]:
     about = describe_test_set(dataset, config.split, config.test_set, clients)
     return [describe_clients(dataset), *about] if config.partition in ("natural", "given") else about
+
+
+def _missed(method: Method, data: Mapping[int, ClientData]) -> list[str]:
+    """What clients have too few samples for, one note for all of whom the same is true."""
+    found: dict[str, list[int]] = {}
+    for client, own in data.items():
+        found.setdefault(method.misses(len(own.train)), []).append(client)
+    return [f"{clients_named(clients)}: {words}" for words, clients in found.items() if words]
 
 
 def _check_size(config: Experiment, dataset: Dataset) -> None:

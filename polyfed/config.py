@@ -25,7 +25,7 @@ from polyfed.ranges import allowed
 from polyfed.registry import ENGINES
 from polyfed.settings import Settings
 from polyfed.trackers import checked_trackers
-from polyfed.yaml_text import RepeatedKey, parse_yaml
+from polyfed.yaml_text import RepeatedKey, parse_yaml, problem_of
 
 
 class RaySettings(Settings):
@@ -283,17 +283,27 @@ def read_experiment(path: str | Path, *, trust: bool = False, **changes: Any) ->
         return experiment(**merged(content, changes))
 
 
-def read_yaml(path: Path, kind: str = "experiment") -> dict[str, Any]:
+_WRITTEN_BY = {
+    "experiment": "`polyfed init {}` writes one to start from",
+    "site": "`polyfed site init {}` writes one to start from",
+    "federation": "its coordinator writes it with `polyfed server init`",
+}
+"""By the kind of a file, how to come by one that does not exist."""
+
+
+def read_yaml(path: Path, kind: Literal["experiment", "site", "federation"] = "experiment") -> dict[str, Any]:
     """The names and values in the file of an experiment, or of something else whose settings are written like that."""
     try:
         content = parse_yaml(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"can't read the {kind} '{path}': {getattr(error, 'strerror', None) or error}.") from error
+    except OSError as error:
+        remedy = f"; {_WRITTEN_BY[kind].format(path)}" if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"can't read the {kind} '{path}': {error.strerror or error}{remedy}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"can't read the {kind} '{path}': it is not text in UTF-8.") from error
     except RepeatedKey as error:
         raise InputError(f"'{path}' {error}: keep one of them.") from error
     except (yaml.YAMLError, RecursionError) as error:
-        detail = " ".join(str(error).split())
-        raise InputError(f"'{path}' is not valid YAML: {detail}.") from error
+        raise InputError(f"'{path}' is not valid YAML: {problem_of(error)}.") from error
     if not isinstance(content, dict):
         article, example = ("an", "method: fedproto") if kind == "experiment" else ("a", "name: amber")
         raise InputError(f"'{path}' is not {article} {kind}; it needs names and values, such as '{example}'.")
@@ -341,7 +351,10 @@ def one_sentence(error: ValidationError, model: type[BaseModel], label: str) -> 
         return InputError(str(problem).replace(f"'{path[-1]}'", f"'{setting}'{of}{whose}", 1))
     if first["type"] == "missing":
         return InputError(f"{name} is missing.")
-    return InputError(f"{name} is {_shown(first['input'])}, but {allowed(model, path, first['msg'])}.")
+    accepted = allowed(model, path, first["msg"])
+    if first["type"] == "finite_number":
+        accepted = accepted.replace("a number", "a finite number", 1)
+    return InputError(f"{name} is {_shown(first['input'])}, but {accepted}.")
 
 
 def _shown(value: object) -> str:

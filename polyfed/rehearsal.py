@@ -66,7 +66,7 @@ def _check_anything_travels(population: Population) -> None:
 
 
 def _check_anything_trains(network: ClientNetwork, phase: Phase, name: str, clients: list[int]) -> None:
-    if not any(set_modes(network, phase)):
+    if not any(set_modes(network, phase).values()):
         raise InputError(
             f"{clients_named(clients)} ({name}) would learn nothing in phase '{phase.name}', because all parameters of "
             f"{' and '.join(phase.trains)} are frozen: leave some of them trainable (requires_grad=True)."

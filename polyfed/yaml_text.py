@@ -38,6 +38,14 @@ def parse_values(text: str) -> list[Any]:
     return listed if isinstance(listed, list) else [parse_value(value.strip()) for value in text.split(",")]
 
 
+def problem_of(error: Exception) -> str:
+    """What is wrong with a YAML text, and where, on one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {' '.join(str(error.problem).split())}"
+    return " ".join(str(error).replace('in "<unicode string>", ', "").split())
+
+
 class RepeatedKey(yaml.YAMLError):
     """A name occurs twice in one mapping; YAML forbids that, but its reader silently uses the last one."""
 

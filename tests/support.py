@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,13 @@ def tiny_dataset(classes: int = 4, per_class: int = 30, side: int = 6, channels:
         row, column = divmod(label, 2)
         images[index, :, row * 3 % side : row * 3 % side + 3, column * 3 : column * 3 + 3] += 130
     return Dataset("tiny", images, labels, classes, (0.5,) * channels, (0.25,) * channels)
+
+
+def uneven_dataset(*sizes: int) -> Dataset:
+    """A tiny dataset of clients with so many samples each, of all classes in turn."""
+    dataset = tiny_dataset(per_class=-(-sum(sizes) // 4))
+    rows = torch.arange(len(dataset)).view(4, -1).T.flatten()[: sum(sizes)]
+    return replace(dataset.only(rows), owners=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)))
 
 
 DEFAULTS: dict[str, Any] = {

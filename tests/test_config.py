@@ -122,7 +122,7 @@ def test_options_change_one_by_one_but_not_those_of_another_method() -> None:
         ({"participation": 0}, "participation is 0, but must be a number greater than 0 and at most 1"),
         ({"rounds": 0}, "rounds is 0, but must be a whole number at least 1"),
         ({"rounds": 1.5}, "rounds is 1.5, but must be a whole number"),
-        ({"lr": float("inf")}, "training.lr is inf, but must be a number greater than 0"),
+        ({"lr": float("inf")}, "training.lr is inf, but must be a finite number greater than 0"),
         ({"training": {"momentum": 1}}, "training.momentum is 1, but must be a number at least 0 and less than 1"),
         ({"partition": "even"}, "partition is 'even', but must be one of shares, pathological, dirichlet, iid"),
         ({"method": {"name": "fedproto", "weight": -1}}, "method.weight of fedproto is -1, but must be a number"),

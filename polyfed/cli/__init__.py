@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from polyfed import __version__
 from polyfed.cli.base import app, error_console, out_console
 from polyfed.cli.lazy import add_commands
+from polyfed.cli.usage import usage
 from polyfed.errors import PolyfedError
 
 __all__ = ["app", "main"]
@@ -55,7 +56,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
-        _end(_usage(error), 2)
+        _end(usage(error), 2)
     if status == 130:  # newer versions of Typer turn Ctrl-C into a status
         _end("stopped.", 130)
     sys.exit(status if isinstance(status, int) else 0)
@@ -64,10 +65,3 @@ def main() -> None:
 def _end(words: str, status: int) -> NoReturn:
     error_console.print(f"polyfed: {words}", soft_wrap=True)
     sys.exit(status)
-
-
-def _usage(error: Any) -> str:
-    """What Typer says is wrong with a command line, in the voice of all other errors."""
-    words = " ".join(error.format_message().split()).rstrip(".")
-    command = error.ctx.command_path if getattr(error, "ctx", None) else "polyfed"
-    return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} `{command} --help` lists what there is."

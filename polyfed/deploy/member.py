@@ -28,7 +28,6 @@ from polyfed.errors import InputError, counted
 from polyfed.message import State
 from polyfed.methods.base import Method
 from polyfed.models import Architecture, SplitNetwork, resolve
-from polyfed.models.catalogue import FromCatalogue
 from polyfed.population import Population
 from polyfed.profile import network_profile
 from polyfed.remote import Site
@@ -133,8 +132,6 @@ class Member:
         found = resolve(name, own.head)
         if len(found) != 1:
             raise InputError(f"network is '{name}', which stands for {len(found)} networks: name one.")
-        if own.head is not None and isinstance(found[0].maker, FromCatalogue):
-            raise InputError(f"head is '{own.head}', but the head of {name} is known: leave it out.")
         if common is not None and found != resolve(common):
             raise InputError(
                 f"network is '{name}', but the federation agreed on {common} (task.network): leave it out."
@@ -151,7 +148,7 @@ class Member:
         return replace(
             found,
             test_set=chosen_test_set(self.dataset, own.split, own.test_set),
-            notes=describe_test_set(self.dataset, own.split, own.test_set, data),
+            notes=[*describe_test_set(self.dataset, own.split, own.test_set, data), *found.notes],
         )
 
     def site(

@@ -78,12 +78,19 @@ class Phase:
     """Extra random tensors for that many samples, one row each, passed to the loss batch by batch as `batch.drawn`."""
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Parameters that are clamped to a range after every step."""
+    unclipped: tuple[str, ...] = ()
+    """Those of its modules whose gradients `training.clip` does not limit."""
     part: Part = (0.0, 1.0)
     """Which part of the client's (once shuffled) training samples this phase sees."""
     augment: bool = True
     """False: this phase sees images as they are, even if training augments."""
     first_round: int = 0
     """Rounds are numbered from 1; before this one the phase is skipped, and what it trains does not change."""
+
+    @property
+    def clipped(self) -> tuple[str, ...]:
+        """Its modules whose gradients are limited, each by itself."""
+        return tuple(module for module in self.trains if module not in self.unclipped)
 
     def edges(self, samples: int) -> tuple[int, int]:
         """Where this phase's part starts and ends among this many samples."""
@@ -120,6 +127,12 @@ class Probe:
     """The largest number of samples in each of the two batches; a client that can't fill both at all is not asked."""
     trains: tuple[str, ...] = ("model",)
     """Names of modules: their parameters, without those that the user froze, are what `of` is given."""
+
+    def sizes(self, samples: int) -> tuple[int, int]:
+        """How many study and quiz samples a client has of this many; (0, 0) if it is not asked."""
+        ends = [edges(part, samples) for part in (self.study, self.quiz)]
+        study, quiz = (min(self.batch, stop - start) for start, stop in ends)
+        return (study, quiz) if study and quiz else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -263,6 +276,10 @@ class Method:
     def needs(cls, config: Config) -> tuple[Common, ...]:
         """What clients must have in common with these options."""
         return cls.requires
+
+    def misses(self, samples: int) -> str:
+        """What a client with so few training samples does not do, as a note for the run; empty if it does all."""
+        return ""
 
     # The client's side -----------------------------------------------------------------------------------------------
 

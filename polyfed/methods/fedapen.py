@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyfed.message import Message, State
-from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Loss, Phase, SplitNetwork
+from polyfed.methods.base import Batch, ClientNetwork, Knowledge, Loss, Part, Phase, SplitNetwork, edges
 from polyfed.methods.parts.distillation import kl_divergence
 from polyfed.methods.parts.shared_network import SharedNetwork
 from polyfed.methods.parts.tools import cross_entropy
@@ -67,6 +67,17 @@ class FedAPEN(SharedNetwork):
 
     config: Config
 
+    def misses(self, samples: int) -> str:
+        start, stop = edges(self.set_aside, samples)
+        if start < stop:
+            return ""
+        return "too few training samples to set one aside (mixing_samples), so the mixing weight stays at one half"
+
+    @property
+    def set_aside(self) -> Part:
+        """The training samples on which mixing weights are learned, and networks are not."""
+        return 1 - self.config.mixing_samples, 1.0
+
     def client_modules(self, model: SplitNetwork) -> dict[str, nn.Module]:
         adapted = {"adapted": Share()} if self.config.adapted_epochs else {}
         return {**super().client_modules(model), "mixing": Mixing(), **adapted}
@@ -75,13 +86,11 @@ class FedAPEN(SharedNetwork):
         return {**message.tensors, "mixing.participations": state["mixing.participations"] + 1}
 
     def phases(self) -> list[Phase]:
-        config, edge = self.config, 1 - self.config.mixing_samples
+        config, rest = self.config, (0.0, self.set_aside[0])
         phases = [
             self.weighing("mixing", self.mixing_loss, config.mixing_epochs),
-            Phase(
-                "model", trains=("model", "shared"), loss=self.loss, epochs=self.training.epochs, part=(0.0, edge)
-            ),
-        ]  # fmt: skip
+            Phase("model", trains=("model", "shared"), loss=self.loss, epochs=self.training.epochs, part=rest),
+        ]
         if config.adapted_epochs:
             phases.append(self.weighing("adapted", self.adapted_loss, config.adapted_epochs))
         return phases
@@ -90,7 +99,7 @@ class FedAPEN(SharedNetwork):
         """A phase that learns a mixing weight on the samples set aside, as they are."""
         return Phase(
             module, trains=(module,), loss=loss, epochs=epochs, lr=self.config.mixing_lr,
-            bounds={f"{module}.lean": (-0.5, 0.5)}, part=(1 - self.config.mixing_samples, 1.0), augment=False,
+            bounds={f"{module}.lean": (-0.5, 0.5)}, part=self.set_aside, augment=False,
         )  # fmt: skip
 
     def mixing_loss(self, net: ClientNetwork, batch: Batch) -> Tensor:

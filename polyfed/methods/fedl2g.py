@@ -96,6 +96,10 @@ class FedL2G(Method):
     def needs(cls, config: Method.Config) -> tuple[Common, ...]:
         return cls.requires if getattr(config, "guides", "features") == "features" else ()
 
+    def misses(self, samples: int) -> str:
+        assert self.probe is not None
+        return "" if any(self.probe.sizes(samples)) else "too few training samples for a quiz, so nothing is sent"
+
     @property
     def size(self) -> int:
         """The length of a guiding vector."""

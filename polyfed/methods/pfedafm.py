@@ -89,7 +89,10 @@ class PFedAFM(SharedNetwork):
     def phases(self) -> list[Phase]:
         epochs, bounds = self.training.epochs, {"mixing.away": (-1 / self.scale, 0.0)}
         return [
-            Phase("model", trains=("model", "mixing"), loss=self.loss, epochs=epochs, bounds=bounds),
+            # As in the released code, whose limit is for networks. Here it would also depend on the scale.
+            Phase(
+                "model", trains=("model", "mixing"), loss=self.loss, epochs=epochs, bounds=bounds, unclipped=("mixing",)
+            ),
             Phase("shared", trains=("shared",), loss=self.shared_loss, epochs=epochs),
         ]
 

@@ -78,6 +78,11 @@ def resolve(models: Models, head: Head = None) -> list[Architecture]:
             f"head is {head!r}, but it is for networks of your own: those of libraries are split at their last layer, "
             "so leave it out, or write the network's address (torchvision.models:NAME)."
         )
+    if head is not None and not own:
+        names = [architecture.name for architecture in found]
+        shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        known = f"heads of {shown} are" if len(names) > 1 else f"head of {shown} is"
+        raise InputError(f"head is {head!r}, but the {known} known: leave it out.")
     heads = _heads(list(dict.fromkeys(own)), head)
     return [_with_head(architecture, heads.get(architecture.name)) for architecture in found]
 

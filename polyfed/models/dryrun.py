@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,6 +27,8 @@ class Call:
     layer: nn.Module
     inputs: tuple[object, ...]
     output: object
+    value: object
+    """The output as it was then: it may have been changed in place since."""
 
 
 @dataclass
@@ -59,6 +62,14 @@ def dry_run(
         for hook in hooks:
             hook.remove()
     return trace
+
+
+def copied(network: nn.Module, name: str) -> nn.Module:
+    """A copy of a network; raises if it can't be copied."""
+    try:
+        return deepcopy(network)
+    except Exception as error:
+        raise InputError(f"{name} can't be copied, and every client needs a copy: {first_line(error)}.") from error
 
 
 @contextmanager
@@ -114,7 +125,8 @@ def _leave(
 ) -> None:
     entered.pop()
     if watched:
-        trace.watched.append(Call(path, layer, inputs, output))
+        value = output.clone() if isinstance(output, Tensor) else output
+        trace.watched.append(Call(path, layer, inputs, output, value))
 
 
 def _failure(name: str, images: Tensor, entered: list[str], error: Exception) -> InputError:

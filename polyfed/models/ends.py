@@ -48,7 +48,7 @@ def logits_key(trace: Trace, head: Call | None, batch: int, classes: int, name: 
     if LOGITS in fitting:
         return LOGITS
     if len(fitting) > 1 and head is not None:  # the user says which layer they come from
-        fitting = {key: value for key, value in fitting.items() if same(value, head.output)}
+        fitting = {key: value for key, value in fitting.items() if same(value, head.value)}
     if len(fitting) == 1:
         return next(iter(fitting))
     kind = type(trace.output).__name__
@@ -63,9 +63,9 @@ def logits_key(trace: Trace, head: Call | None, batch: int, classes: int, name: 
 class Tail:
     """The layers between the head's output and the network's."""
 
-    moved: list[nn.Module] = field(default_factory=list)
+    moved: list[Call] = field(default_factory=list)
     """They belong to the head: dropout and activations."""
-    dropped: list[nn.Module] = field(default_factory=list)
+    dropped: list[Call] = field(default_factory=list)
     """They are for reading the output only."""
     logits: object = None
     """What the two parts together must give."""
@@ -74,11 +74,11 @@ class Tail:
 def tail_of(trace: Trace, head: Call) -> Tail | Call | None:
     """What follows the head; the layer that can't be moved with it; or None if something else changes the output."""
     calls = trace.watched
-    tail, current = Tail(logits=head.output), head.output
+    tail, last = Tail(logits=head.value), head
     for call in calls[calls.index(head) + 1 :]:
-        if not call.inputs or call.inputs[0] is not current:
+        if not call.inputs or call.inputs[0] is not last.output:
             continue
-        current, layer = call.output, call.layer
+        last, layer = call, call.layer
         if isinstance(layer, _UNMOVED):
             continue
         movable = not any(True for _ in (*layer.parameters(), *layer.buffers())) and _shape(call.output) == _shape(
@@ -88,11 +88,25 @@ def tail_of(trace: Trace, head: Call) -> Tail | Call | None:
         if not movable or not once or tail.dropped:
             return call
         if isinstance(layer, _OUTPUT_ONLY):
-            tail.dropped.append(layer)
+            tail.dropped.append(call)
         else:
-            tail.moved.append(layer)
-            tail.logits = current
-    return tail if same(trace.output, current) else None
+            tail.moved.append(call)
+            tail.logits = call.value
+    return tail if same(trace.output, last.value) else None
+
+
+def calls_of(trace: Trace, head: str | None) -> list[Call]:
+    """The calls of the layer of that name, or of the last linear layer that was called; the last one comes last."""
+    linear = [call.name for call in trace.watched if isinstance(call.layer, nn.Linear)]
+    name = linear[-1] if head is None and linear else head
+    return [call for call in trace.watched if call.name == name]
+
+
+def described(call: Call) -> str:
+    """A head in words."""
+    if not call.name:  # the network is nothing but its head
+        return "its only layer"
+    return f"its last linear layer '{call.name}'" if isinstance(call.layer, nn.Linear) else f"its head '{call.name}'"
 
 
 def convolution_at_end(trace: Trace, classes: int) -> Call | None:
@@ -105,6 +119,24 @@ def _classifies(layer: nn.Module, classes: int) -> bool:
     if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) or layer.out_channels != classes or layer.groups != 1:
         return False
     return {*layer.kernel_size, *layer.stride} == {1} and set(layer.padding) <= {0}
+
+
+def mean_over_places(x: object) -> Tensor | None:
+    """The mean over all places of images or signals, [batch, channels]; of what has no places, the same."""
+    if not isinstance(x, Tensor):
+        return None
+    return x.flatten(2).mean(2) if x.dim() > 2 else x
+
+
+def end_of_mean(trace: Trace, head: Call) -> bool | Call:
+    """Whether the network returns the mean over places of a convolution's answers, or the layer that changes it."""
+    mean, last = mean_over_places(head.value), head
+    for call in trace.watched[trace.watched.index(head) + 1 :]:
+        if call.inputs and call.inputs[0] is last.output:
+            last = call
+            if not same(mean, mean_over_places(call.value)):
+                return call
+    return same(mean, trace.output)
 
 
 class MeanOverPlaces(nn.Module):

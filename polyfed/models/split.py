@@ -7,8 +7,6 @@ layer is linear can be split.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +14,9 @@ from torch import Tensor, nn
 from polyfed.errors import InputError, first_line, unknown_name
 from polyfed.models import ends
 from polyfed.models.dropout import seed_dropout
-from polyfed.models.dryrun import Call, Trace, dry_run, example_images
+from polyfed.models.dryrun import Call, Trace, copied, dry_run, example_images
 from polyfed.models.ends import same
+from polyfed.models.in_training import check_end, check_mean, reason
 from polyfed.models.layers import Match, check_match, check_sizes, match_layer
 from polyfed.shapes import as_shape
 
@@ -75,14 +74,14 @@ def split_network(
     check_match(match)
     name = name or type(network).__name__
     _check_kind(network, name)
-    network = seed_dropout(_copy(network, name))
+    network = seed_dropout(copied(network, name))
     images = example_images(network, as_shape(input_shape))
     if isinstance(network, SplitNetwork):
         return _checked(network, images, classes, features, name)
     trace = dry_run(network, images, name, lambda path, layer: ends.watched(path, layer, head))
     if not isinstance(trace.output, Tensor):
-        named = _last_call(trace, head) if head else None
-        pick = ends.Pick(ends.logits_key(trace, named, len(images), classes, name))
+        named = ends.calls_of(trace, head)[-1:] if head else []
+        pick = ends.Pick(ends.logits_key(trace, named[0] if named else None, len(images), classes, name))
         network.register_forward_hook(pick)
         output = pick(network, images, trace.output)
         # Only what leads to the logits counts: other heads may come later.
@@ -112,17 +111,18 @@ def _split_at_layer(
     call = _head_call(network, trace, head, name)
     tail = _check_output(network, trace, call, len(images), classes, name)
     size = _feature_size(network, call, len(images), name)
-    _check_training(network, call, images, name)
-    for layer in (*tail.moved, *tail.dropped):
-        _replace(network, layer, nn.Identity())
+    check_end(network, call, tail, images, name)
+    for follower in (*tail.moved, *tail.dropped):
+        _replace(network, follower.layer, nn.Identity())
     extractor = _replace(network, call.layer, placeholder)
     own = ends.untied(extractor, call.layer)
     last = call.layer if own is None else own
-    split = SplitNetwork(extractor, nn.Sequential(last, *tail.moved) if tail.moved else last, size)
-    split.head_name = "" if tail.moved else call.name
+    moved = [follower.layer for follower in tail.moved]
+    split = SplitNetwork(extractor, nn.Sequential(last, *moved) if moved else last, size)
+    split.head_name = "" if moved else call.name
     _check_unchanged(split, images, tail.logits, call.name, name)
     if tail.dropped:
-        kind = type(tail.dropped[0]).__name__
+        kind = type(tail.dropped[0].layer).__name__
         split.remarks += (f"{name} ends with {kind}, which is left out, because the losses need raw logits",)
     if own is not None:
         split.remarks += (
@@ -140,6 +140,7 @@ def _split_at_convolution(
     if activation is not None:
         _replace(network, activation, nn.Identity())
     expected = dry_run(network, images, name).output if activation is not None else trace.output
+    check_mean(network, call, images, name)
     extractor = _replace(network, call.layer, ends.MeanOverPlaces(placeholder))
     head = ends.as_linear(call.layer)
     split = SplitNetwork(extractor, head, head.in_features)
@@ -166,21 +167,6 @@ def _check_kind(network: nn.Module, name: str) -> None:
         )
 
 
-def _copy(network: nn.Module, name: str) -> nn.Module:
-    try:
-        return deepcopy(network)
-    except Exception as error:
-        raise InputError(f"{name} can't be copied, and every client needs a copy: {first_line(error)}.") from error
-
-
-def _last_call(trace: Trace, head: str | None) -> Call | None:
-    """The last call of the layer of that name, or of any linear layer."""
-    for call in reversed(trace.watched):
-        if call.name == head or (head is None and isinstance(call.layer, nn.Linear)):
-            return call
-    return None
-
-
 def _until(calls: list[Call], output: object) -> list[Call]:
     """The calls up to the one that gave this output; all if none did."""
     last = max((number for number, call in enumerate(calls) if call.output is output), default=len(calls) - 1)
@@ -188,10 +174,10 @@ def _until(calls: list[Call], output: object) -> list[Call]:
 
 
 def _head_call(network: nn.Module, trace: Trace, head: str | None, name: str) -> Call:
-    """The last call of the layer that becomes the head."""
-    call = _last_call(trace, head)
-    if call is not None:
-        return call
+    """The last call of the layer that becomes the head, or the last one that gives the network's output."""
+    calls = ends.calls_of(trace, head)
+    if calls:
+        return next((c for c in reversed(calls) if isinstance(ends.tail_of(trace, c), ends.Tail)), calls[-1])
     if head is None:
         raise InputError(
             f"{name} has no linear layer to split at ({ends.layers_shown(network)}): end it with nn.Linear or name the "
@@ -207,7 +193,7 @@ def _head_call(network: nn.Module, trace: Trace, head: str | None, name: str) ->
 
 def _check_output(network: nn.Module, trace: Trace, call: Call, batch: int, classes: int, name: str) -> ends.Tail:
     """The network's output must be logits for these classes, from the head or from what can be moved with it."""
-    layer = _described(call)
+    layer = ends.described(call)
     assert isinstance(trace.output, Tensor)
     if trace.output.shape != (batch, classes):
         given = "".join(f", {side}" for side in trace.output.shape[1:])
@@ -224,41 +210,18 @@ def _check_output(network: nn.Module, trace: Trace, call: Call, batch: int, clas
     others = [
         other
         for other in trace.watched
-        if other.name != call.name and isinstance(other.layer, nn.Linear) and same(trace.output, other.output)
+        if other.name != call.name and isinstance(other.layer, nn.Linear) and same(trace.output, other.value)
     ]
     if others:
         raise InputError(
             f"{name} can't be split at {layer}, whose output it does not use: its logits come from "
             f"'{others[-1].name}', so name that as its head (--set head={others[-1].name})."
         )
-    follower = "something in its forward method" if tail is None else f"'{tail.name}'"
+    remedy = "end the network with that layer and return raw logits (the losses apply softmax themselves)"
     raise InputError(
-        f"{name} can't be split at {layer}, because {follower} changes that layer's output: end the network with that "
-        "layer and return raw logits (the losses apply softmax themselves), or name another layer as its head "
-        f"(--set head=NAME; {ends.layers_shown(network)})."
+        f"{name} can't be split at {layer}, because {reason(ends.calls_of(trace, call.name), [tail], remedy)}, or name "
+        f"another layer as its head (--set head=NAME; {ends.layers_shown(network)})."
     )
-
-
-def _check_training(network: nn.Module, head: Call, images: Tensor, name: str) -> None:
-    """In training the network must end as in evaluation: what its forward did to logits would be done to features."""
-    try:  # a copy, because it may count how often it was trained
-        watch = partial(ends.watched, head=head.name)
-        trace = dry_run(_copy(network, name), images, name, watch, training=True)
-    except InputError:  # what can't train is tried, and explained, before the first round
-        return
-    call = next((call for call in reversed(trace.watched) if call.name == head.name), None)
-    if isinstance(trace.output, Tensor) and not (call and isinstance(ends.tail_of(trace, call), ends.Tail)):
-        raise InputError(
-            f"{name} can't be split at {_described(head)}, because something in its forward method changes that "
-            "layer's output in training: return raw logits there too, and use a layer (nn.Dropout) instead of a "
-            "function."
-        )
-
-
-def _described(call: Call) -> str:
-    if not call.name:  # the network is nothing but its head
-        return "its only layer"
-    return f"its last linear layer '{call.name}'" if isinstance(call.layer, nn.Linear) else f"its head '{call.name}'"
 
 
 def _feature_size(network: nn.Module, call: Call, batch: int, name: str) -> int:
@@ -266,7 +229,7 @@ def _feature_size(network: nn.Module, call: Call, batch: int, name: str) -> int:
     if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != batch:
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise InputError(
-            f"{name} can't be split at {_described(call)}, which receives {shape} for {batch} images: "
+            f"{name} can't be split at {ends.described(call)}, which receives {shape} for {batch} images: "
             f"it must receive one row of features per image, [{batch}, K] (to name another layer as its head, "
             f"--set head=NAME; {ends.layers_shown(network)})."
         )

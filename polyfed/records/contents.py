@@ -17,7 +17,7 @@ from polyfed.records import disk
 from polyfed.records.claim import own_command, read_claim, resume_command
 from polyfed.records.ending import Ending
 from polyfed.records.origin import check_same, check_same_names, fixed_settings
-from polyfed.records.rows import event_of
+from polyfed.records.rows import MEMBER, event_of
 from polyfed.records.states import Damaged, read_client
 
 if TYPE_CHECKING:
@@ -118,7 +118,11 @@ class RunContents:
 
     def clients(self) -> pd.DataFrame:
         """clients.csv as a frame."""
-        return self._frame("clients.csv")
+        frame = self._frame("clients.csv")
+        if MEMBER in frame:  # a name may look like a number or a missing value
+            names = self._frame("clients.csv", usecols=[MEMBER], dtype=str, keep_default_na=False)
+            frame[MEMBER] = names[MEMBER]
+        return frame
 
     def events(self) -> list[dict[str, Any]]:
         """The complete lines of events.jsonl."""
@@ -190,7 +194,7 @@ class RunContents:
                 raise InputError(f"'{self.path / 'run.json'}' is damaged ({error}): restore the file.") from error
         return self._parsed[1]
 
-    def _frame(self, name: str) -> pd.DataFrame:
+    def _frame(self, name: str, **how: Any) -> pd.DataFrame:
         import pandas as pd  # here, because a run writes its tables without it
 
         path = self.path / name
@@ -201,6 +205,7 @@ class RunContents:
         content = path.read_bytes()
         try:
             # Another process may be writing the last line at this moment.
-            return pd.read_csv(io.BytesIO(content[: content.rfind(b"\n") + 1]))
+            frame: pd.DataFrame = pd.read_csv(io.BytesIO(content[: content.rfind(b"\n") + 1]), **how)
+            return frame
         except (ValueError, pd.errors.ParserError, UnicodeDecodeError) as error:
             raise InputError(f"'{path}' is damaged ({' '.join(str(error).split())}).") from error

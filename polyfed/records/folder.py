@@ -41,6 +41,7 @@ from polyfed.records.origin import fixed_settings
 from polyfed.records.rows import (
     CLIENT_COLUMNS,
     EVALUATION_COLUMNS,
+    MEMBER,
     ROUND_COLUMNS,
     as_csv,
     as_json,
@@ -215,7 +216,8 @@ class RunFolder(RunContents):
         kept = None if card is None else write_file(models, CARD, (as_json(card) + "\n").encode())
         disk.sync_folder(models)
         disk.remove_unfinished(models, (*(file.file for file in files), stored.file, CARD))
-        table = as_csv([list(CLIENT_COLUMNS), *([row[name] for name in CLIENT_COLUMNS] for row in rows)])
+        columns = [*CLIENT_COLUMNS, *([MEMBER] if any(MEMBER in row for row in rows) else [])]
+        table = as_csv([columns, *([row[name] for name in columns] for row in rows)])
         texts = zip(RESULTS, (table, as_json(summary, indent=2) + "\n"), strict=True)
         results = tuple(write_file(self.path, name, text.encode()) for name, text in texts)
         disk.sync_folder(self.path)

@@ -27,6 +27,8 @@ CLIENT_COLUMNS = (
     "accuracy_final", "accuracy_at_best_validation", "accuracy_best", "balanced_accuracy_final", "macro_f1_final",
     "auc_final", "largest_class",
 )  # fmt: skip
+MEMBER = "name"
+"""One more column where clients are members of a federation."""
 
 
 def started_with(path: Path, columns: tuple[str, ...]) -> tuple[str, ...]:

@@ -78,14 +78,19 @@ class Site:
         """The round that the engine's state is from; None: read it again before the next training."""
 
     def answer(self, kind: Kind, packet: Packet) -> Packet:
-        """What the site answers; a problem is a `failure` in words, never an exception."""
+        """What the site answers; a problem is a `failure` in words, never an exception.
+
+        The words say `it`: who reads them has put the site's name before them.
+        """
         with self._lock:
             try:
                 if packet.facts.get("run") != self.agreement.run:
-                    raise InputError(f"site '{self.name}' takes part in run {self.agreement.run}, not in another.")
+                    raise InputError(f"it takes part in run {self.agreement.run}, not in another.")
                 asked = str(packet.facts.get("name"))[:100]
                 if asked != self.name:
-                    raise InputError(f"site '{self.name}' was asked as '{asked}': compare names and keys.")
+                    raise InputError(
+                        f"its name is '{self.name}', but it was asked as '{asked}': compare names and keys."
+                    )
                 answers = {
                     "join": self._join,
                     "train": self._train,
@@ -98,7 +103,7 @@ class Site:
                 if self._tells(error):
                     return Packet({"failure": str(error)})
                 self.notes.append(str(error))
-                return Packet({"failure": f"site '{self.name}' failed; its own notes say why"})
+                return Packet({"failure": "it failed; its own notes say why"})
 
     def _tells(self, error: Exception) -> bool:
         """Whether the server may read an error: others may hold paths, names, and values that are not shared."""
@@ -132,7 +137,7 @@ class Site:
     def _join(self, packet: Packet) -> Packet:
         difference = self._difference(packet.facts.get("terms", {}))
         if difference:
-            raise InputError(f"site '{self.name}' agreed to other terms: {difference}.")
+            raise InputError(f"it agreed to other terms: {difference}.")
         profile = self.population.profile(self.client).told_for(self.population.method)
         return Packet({"profile": {**profile.to_dict(), "name": self.name}, "share": self.share})
 
@@ -272,7 +277,7 @@ class Diary:
         if not earlier and self._dropped:
             kept = " and ".join(str(entry.round) for entry in self._entries)
             raise InputError(
-                f"site '{self._name}' keeps what it had after rounds {kept} and can't go back to round {round}: "
+                f"it keeps what it had after rounds {kept} and can't go back to round {round}: "
                 "restore a newer checkpoint of the server, or start a new run."
             )
         return earlier[-1] if earlier else None

@@ -22,6 +22,7 @@ from yaml import YAMLError
 from polyfed.errors import InputError, PolyfedError
 from polyfed.records import RunFolder
 from polyfed.records.claim import is_locked, resume_command
+from polyfed.records.rows import MEMBER
 from polyfed.yaml_text import parse_yaml
 
 State = Literal["running", "interrupted", "unfinished", "finished", "damaged"]
@@ -239,7 +240,7 @@ def _result(folder: RunFolder, problems: list[str]) -> tuple[dict[str, Any], lis
         problems.append(str(error))
         return {}, []
     columns = ["client", "architecture", "train_samples", "test_samples", "accuracy_final"]
-    columns += [name for name in ("balanced_accuracy_final", "largest_class") if name in rows]
+    columns += [name for name in ("balanced_accuracy_final", "largest_class", MEMBER) if name in rows]
     return summary, json.loads(rows[columns].to_json(orient="records", double_precision=15))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.table import Table
 
+from polyfed.records.rows import MEMBER
 from polyfed.report.overview import Group, Overview, age
 from polyfed.report.plot import plot
 from polyfed.report.summary import tells_more
@@ -74,7 +75,8 @@ def _numbers(each: Overview | Group) -> tuple[str, str, str, str]:
 
 
 def _worst(run: Overview) -> Table:
-    shown = {"worst clients": "client", "architecture": "architecture", "train samples": "train_samples",
+    member = {"member": MEMBER} if any(MEMBER in client for client in run.worst) else {}
+    shown = {"worst clients": "client", **member, "architecture": "architecture", "train samples": "train_samples",
              "test samples": "test_samples"}  # fmt: skip
     shares = {"accuracy": "accuracy_final"}
     if tells_more(run.summary):

@@ -13,6 +13,7 @@ import pandas as pd
 
 from polyfed.errors import InputError
 from polyfed.metrics import FURTHER, TITLES
+from polyfed.records.rows import MEMBER
 from polyfed.report import figures, html, learned
 from polyfed.report.about import about_runs, traffic
 from polyfed.report.data import X_AXES, Material, Run
@@ -179,7 +180,8 @@ def _clients(material: Material) -> Section:
             if own.empty
             else "There are no curves of single clients: there would be too many points for a page."
         )
-    columns = {"method": "method", "seed": "seed", "client": "client", "architecture": "network",
+    member = {MEMBER: "member"} if MEMBER in frame else {}
+    columns = {"method": "method", "seed": "seed", "client": "client", **member, "architecture": "network",
                "train_samples": "training samples", "test_samples": "test samples", "classes": "classes",
                "accuracy": "accuracy (%)", "gain": "minus alone"}  # fmt: skip
     if any(run.outcome and run.outcome.tells_more for run in material.runs):

@@ -34,8 +34,8 @@ def evaluation_rows(
 
 
 def client_rows(profiles: Mapping[int, Profile], progress: Progress) -> list[dict[str, Any]]:
-    """One row for each client, with its accuracies."""
-    rows = []
+    """One row for each client, with its accuracies, and with its name where clients have joined under names."""
+    rows, named = [], any(profile.name for profile in profiles.values())
     for client, profile in profiles.items():
         best, score = progress.clients.get(client, Best()), progress.latest.get(client)
         rows.append(
@@ -52,6 +52,7 @@ def client_rows(profiles: Mapping[int, Profile], progress: Progress) -> list[dic
                 "accuracy_best": best.best,
                 **{f"{metric}_final": score.measure(metric) if score else math.nan for metric in FURTHER},
                 "largest_class": score.largest_class if score else math.nan,
+                **({"name": profile.name} if named else {}),
             }
         )
     return rows

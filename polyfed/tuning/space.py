@@ -183,10 +183,15 @@ FIXED = {
     "seed": "trials are averaged over seeds, which --seeds names.",
     "method": "name the methods as arguments.",
     "rounds": "every trial has the same number of rounds; set it with --rounds.",
-    "split": "trials with other splits have other validation samples.",
+    "evaluate": "trials that are scored at other moments can't be compared; make a search for each value.",
+    "devices": "trials with other devices can't be compared; make a search for each value.",
     **dict.fromkeys(("data", "data_folder", "label", "client", "image"), "trials on other data can't be compared."),
+    **dict.fromkeys(
+        ("clients", "partition", "classes_per_client", "alpha", "min_samples", "split", "test_set"),
+        "trials whose clients have other samples can't be compared; make a search for each value.",
+    ),
 }
-"""What can't be searched, and why."""
+"""What can't be searched, and why: mostly because the trial with the easiest task would win."""
 
 
 def applied(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Experiment:

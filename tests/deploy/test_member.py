@@ -67,6 +67,16 @@ def test_a_federation_of_sites_has_the_numbers_of_its_simulation(tmp_path: Path,
         assert all(torch.equal(own[key], expected[key]) for key in own), member.name
 
 
+def test_a_member_hears_what_its_few_samples_are_not_enough_for(tmp_path: Path) -> None:
+    """Of its 10 samples of one class six are for training; with both classes they are twelve."""
+    few = one(tmp_path, terms={"method": "fedapen"}, classes=(0,)).population()
+    assert [note for note in few.notes if "too few" in note] == [
+        "client 0: too few training samples to set one aside (mixing_samples), so the mixing weight stays at one half"
+    ]
+    enough = one(tmp_path, terms={"method": "fedapen"}, classes=(0, 1)).population()
+    assert not [note for note in enough.notes if "too few" in note]
+
+
 def test_a_simulation_of_members_keeps_each_ones_samples_and_split(tmp_path: Path) -> None:
     """30 samples of each class, every third of two classes: 20 each; 10 of one class for cedar, split evenly."""
     people = members(tmp_path)

@@ -36,7 +36,9 @@ def test_the_numbers_of_torch_s_sgd(momentum: float, decay: float, clip: float |
     other.load_state_dict(network.state_dict())
     optimiser = torch.optim.SGD(other.parameters(), 0.1, momentum, weight_decay=decay)
     parameters = [*network.parameters()]
-    with sgd([parameters], 0.1, Training(momentum=momentum, weight_decay=decay, clip=clip), early=True) as step:
+    with sgd(
+        parameters, 0.1, Training(momentum=momentum, weight_decay=decay, clip=clip), [parameters], early=True
+    ) as step:
         for x in torch.randn(5, 4, 5):
             network(x).square().mean().backward()
             step()
@@ -56,7 +58,7 @@ def test_the_numbers_of_torch_s_sgd(momentum: float, decay: float, clip: float |
 def test_a_parameter_of_two_trained_modules_takes_one_step(clip: float | None) -> None:
     layer = nn.Linear(1, 1, bias=False)
     before = layer.weight.item()
-    with sgd([[layer.weight], [layer.weight]], 0.1, Training(clip=clip), early=True) as step:
+    with sgd([layer.weight] * 2, 0.1, Training(clip=clip), [[layer.weight], [layer.weight]], early=True) as step:
         layer(torch.ones(1, 1)).sum().backward()
         step()
     assert layer.weight.item() == pytest.approx(before - 0.1)
@@ -83,7 +85,7 @@ def test_runs_with_early_steps_and_without(tmp_path: Path, method: str, monkeypa
 
 def test_a_loss_that_needs_a_parameter_after_its_step_is_told_what_to_do() -> None:
     network = Tied()
-    with pytest.raises(RunError, match="clone"), sgd([[*network.parameters()]], 0.1, Training(), early=True):
+    with pytest.raises(RunError, match="clone"), sgd(network.parameters(), 0.1, Training(), [], early=True):
         hidden = network.twice(torch.randn(4, 5))
         late = hidden @ network.out.weight.detach().T
         (late.mean() + network.out(hidden.detach()).mean()).backward()
@@ -95,11 +97,11 @@ def test_gradients_that_come_in_parts_are_no_silent_error() -> None:
     x = torch.randn(4, 5, requires_grad=True)
     with (
         pytest.raises(RunError, match="use_reentrant=False"),
-        sgd([[*layer.parameters()]], 0.1, Training(), early=True),
+        sgd(layer.parameters(), 0.1, Training(), [], early=True),
     ):
         once = checkpoint(layer, x, use_reentrant=True)
         checkpoint(layer, once, use_reentrant=True).mean().backward()
-    with sgd([[*layer.parameters()]], 0.1, Training(), early=True) as step:
+    with sgd(layer.parameters(), 0.1, Training(), [], early=True) as step:
         for _ in range(2):
             once = checkpoint(layer, x, use_reentrant=False)
             checkpoint(layer, once, use_reentrant=False).mean().backward()

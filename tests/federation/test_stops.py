@@ -69,13 +69,13 @@ def test_a_site_that_cannot_write_fails_and_the_run_continues(tmp_path: Path) ->
         cedar.wait_to_say("asked to train")
         assert cedar.process is not None
         resource.prlimit(cedar.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        failure = r"client 2 \(cedar\): site 'cedar' failed; its own notes say why"
+        failure = r"client 2 \(cedar\): it failed; its own notes say why"
         real.server.wait_to_say(failure)
         resource.prlimit(cedar.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         rows = real.row
         real.server.wait_until(lambda: real.row >= rows + 3, "continue")
         shutil.rmtree(tmp_path / "state-birch" / "rounds")
-        real.server.wait_to_say(r"client 1 \(birch\): site 'birch' failed; its own notes say why")
+        real.server.wait_to_say(r"client 1 \(birch\): it failed; its own notes say why")
         assert real.server.wait() == 0
         assert "birch could not keep its final model" in real.server.said
         assert cedar.wait() == 0

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from polyfed.data import ClientData
+from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.client.batches import phase_samples
 from polyfed.engines.client.round import train_phase
 from polyfed.methods import fedapen
@@ -150,6 +151,24 @@ def test_a_client_with_few_samples_keeps_its_mixing_weight() -> None:
     for phase in few.method.phases():
         train_phase(few, 0, net, phase, round=2)
     assert float(net.mixing.lean) == 0.125
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_a_run_notes_once_which_clients_set_no_sample_aside(tmp_path, engine) -> None:
+    """Three clients have 10 training samples, of which 0.05 are none; the last has all others."""
+    data = support.uneven_dataset(10, 10, 10, 30)
+    _, notes, run = support.run(tmp_path, engine, "fedapen", dataset=data, partition="given", split="1:0")
+    assert [len(own.train) for own in run.engine.population.data.values()] == [10, 10, 10, 30]
+    assert [note for note in notes if "mixing" in note] == [
+        "clients 0, 1 and 2: too few training samples to set one aside (mixing_samples), so the mixing weight stays at "
+        "one half"
+    ]
+
+
+def test_nothing_is_noted_where_all_clients_set_samples_aside() -> None:
+    assert not [note for note in support.population("fedapen").notes if "mixing" in note]
+    more = support.population({"name": "fedapen", "mixing_samples": 0.01})
+    assert [note for note in more.notes if "mixing" in note][0].startswith("clients 0, 1, 2 and 3: too few")
 
 
 def test_mixing_samples_are_not_augmented() -> None:

@@ -236,6 +236,15 @@ def test_a_client_without_quiz_samples_sends_nothing_and_trains(tmp_path) -> Non
         assert torch.equal(run.server.state["guides.vectors"], before)
 
 
+@pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])
+def test_a_run_notes_once_which_clients_send_nothing(tmp_path, engine: Any) -> None:
+    data = support.uneven_dataset(5, 20, 6, 20)
+    _, notes, _ = support.run(tmp_path, engine, "fedl2g", dataset=data, partition="given", split="1:0")
+    assert [note for note in notes if "quiz" in note] == [
+        "client 0: too few training samples for a quiz, so nothing is sent"
+    ]
+
+
 def test_unsound_replies_are_refused() -> None:
     method = support.new_method("fedl2g")
     row = torch.zeros(1, 6)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines.client.flops import count_flops
 from polyfed.engines.client.round import train_phase
 from polyfed.engines.client.workbench import state_of
@@ -30,11 +31,11 @@ class TwoFeatures(nn.Module):
         return logits
 
 
-def one_class_each(lr: float, weight_lr: float) -> Population:
+def one_class_each(lr: float, weight_lr: float, **training: float) -> Population:
     """Two clients with one of two classes each, whose samples all fit into one batch."""
     return support.population(
         {"name": "pfedafm", "weight_lr": weight_lr}, models=(TwoFeatures,), data=support.tiny_dataset(classes=2),
-        clients=2, classes_per_client=1, batch_size=1000, lr=lr,
+        clients=2, classes_per_client=1, batch_size=1000, lr=lr, training=training,
     )  # fmt: skip
 
 
@@ -69,6 +70,18 @@ def test_one_step_of_the_mixing_weights(lr: float, weight_lr: float) -> None:
     result = train_phase(clients, client, net, clients.method.phases()[0], 1)
     assert result.loss == pytest.approx(1.313262, abs=1e-6)
     assert net.mixing.private_weights.tolist() == pytest.approx([1.0, 0.542423], abs=1e-6)
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.4])
+def test_clipping_the_model_leaves_the_mixing_weights_alone(lr: float) -> None:
+    """They move as above, while a gradient of length 0.1 moves the head by 0.1 · lr."""
+    clients = one_class_each(lr, 0.1, clip=0.1)
+    client, net = fixed_client(clients)
+    before = torch.cat([tensor.flatten() for tensor in net.model.head.parameters()]).clone()
+    train_phase(clients, client, net, clients.method.phases()[0], 1)
+    assert net.mixing.private_weights.tolist() == pytest.approx([1.0, 0.542423], abs=1e-6)
+    after = torch.cat([tensor.flatten() for tensor in net.model.head.parameters()])
+    assert float((after - before).norm()) == pytest.approx(0.1 * lr, rel=1e-4)
 
 
 def test_weights_stay_between_zero_and_one() -> None:
@@ -178,6 +191,19 @@ def test_stacked_clients_agree_with_a_loop(phase: int) -> None:
 def test_engines_agree(tmp_path) -> None:
     parity.assert_engines_agree(tmp_path, "pfedafm")
     parity.assert_nothing_shared(tmp_path, "pfedafm")
+
+
+def test_engines_agree_on_what_is_clipped(tmp_path) -> None:
+    """The mixing weights of all clients after two rounds, in which their gradients are longer than the limit."""
+    settings = {"rounds": 2, "training": {"clip": 0.01, "momentum": 0.5, "weight_decay": 0.01}}
+    found = {}
+    for engine in (SequentialEngine, VectorizedEngine):
+        _, notes, run = support.run(tmp_path, engine, {"name": "pfedafm", "weight_lr": 1.0}, **settings)
+        assert not [note for note in notes if "one after another" in note]
+        found[engine] = torch.stack([run.engine.get_state(client)["mixing.away"] for client in range(4)])
+    torch.testing.assert_close(found[SequentialEngine], found[VectorizedEngine], rtol=1e-4, atol=1e-6)
+    scale = (1.0 / 0.1) ** 0.5
+    assert float(found[SequentialEngine].norm(dim=1).max()) * scale > 0.05  # far more than the limit allows
 
 
 def test_learns(tmp_path) -> None:

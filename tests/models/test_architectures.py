@@ -279,3 +279,16 @@ def test_small_networks_learn() -> None:
         loss = nn.functional.cross_entropy(network(torch.randn(3, *SHAPE)), torch.tensor([0, 1, 3]))
         loss.backward()  # type: ignore[no-untyped-call]
         assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters()), name
+
+
+@pytest.mark.parametrize(
+    ("models", "head", "words"),
+    [
+        ("papers", "fc", "head is 'fc', but the heads of cnn1, cnn2, cnn3, … are known: leave it out"),
+        ("cnn2", {"mine": "fc"}, "but the head of cnn2 is known: leave it out"),
+    ],
+)
+def test_a_head_of_a_network_that_is_not_the_users_is_refused(models: str, head: Any, words: str) -> None:
+    """It would be ignored."""
+    with pytest.raises(InputError, match=words):
+        resolve(models, head)

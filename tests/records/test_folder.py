@@ -199,6 +199,14 @@ def test_rows_that_are_lost_for_good_are_counted(tmp_path: Path, name: str, harm
     assert RunFolder.open(folder.path).restore()[1] == []
 
 
+def test_names_of_members_are_read_as_they_are(tmp_path: Path) -> None:
+    """They look like a missing value and a number."""
+    folder = new_folder(tmp_path)
+    rows = [{**dict.fromkeys(CLIENT_COLUMNS, 1), "name": name} for name in ("nan", "007")]
+    folder.finish(1, {}, {}, rows, None, {"rounds": 1})
+    assert folder.clients()["name"].tolist() == ["nan", "007"]
+
+
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("name", [*LOGS, "clients.csv", "summary.json"])
 def test_a_damaged_record_of_a_finished_run_is_said(tmp_path: Path, name: str, harm: str) -> None:

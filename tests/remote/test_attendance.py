@@ -95,7 +95,7 @@ def test_a_site_refuses_other_terms_and_names_the_first_difference(tmp_path: Pat
     own = {"rounds": 3, "training": {"lr": 0.05, "epochs": 2}, "task": {"mean": (0.5,)}}
     site = Site("amber", agreement(people), people.slice([0]), tmp_path, terms=own)
     refused = ask(site, "join", terms=terms).facts["failure"]
-    assert refused == "site 'amber' agreed to other terms: training.lr is 0.05 here and 0.1 at the server."
+    assert refused == "it agreed to other terms: training.lr is 0.05 here and 0.1 at the server."
     same = {**own, "training": {"epochs": 2, "lr": 0.05}, "task": {"mean": [0.5]}}
     assert "profile" in ask(site, "join", terms=same).facts
 
@@ -115,7 +115,7 @@ def test_the_engine_sends_the_terms_of_the_agreement(tmp_path: Path) -> None:
     run.transport.sites["dune"] = other.answer
     run.federation.round(1)
     (note,) = run.seen.notes
-    assert "site 'dune' agreed to other terms: rounds is 5 here and 4 at the server" in note
+    assert "dune can't join: it agreed to other terms: rounds is 5 here and 4 at the server" in note
 
 
 def test_a_term_that_only_one_side_has_is_a_difference() -> None:
@@ -129,7 +129,7 @@ def test_a_site_answers_to_its_own_name_only(tmp_path: Path, kind: Kind) -> None
     _, people = setting("standalone")
     site = new_sites(people, tmp_path, agreement(people))["amber"]
     answer = site.answer(kind, Packet({"run": "run-1", "name": "birch", "round": 1}))
-    assert answer.facts == {"failure": "site 'amber' was asked as 'birch': compare names and keys."}
+    assert answer.facts == {"failure": "its name is 'amber', but it was asked as 'birch': compare names and keys."}
 
 
 def test_a_member_that_left_for_good_keeps_its_row_after_a_restart(tmp_path: Path) -> None:

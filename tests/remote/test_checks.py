@@ -141,7 +141,7 @@ def test_a_server_of_another_run_gets_no_answer(tmp_path: Path) -> None:
     stranger = Site("dune", other, run.people.slice([3]), tmp_path / "stranger")
     run.transport.sites["dune"] = stranger.answer
     run.federation.round(1)
-    assert "dune can't join: site 'dune' takes part in run run-2, not in another" in run.seen.notes[0]
+    assert "dune can't join: it takes part in run run-2, not in another" in run.seen.notes[0]
 
 
 def test_a_reply_that_is_too_large_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

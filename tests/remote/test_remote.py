@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
 from polyfed.errors import BadMessage, InputError
 from polyfed.message import Message
 from polyfed.profile import Profile
-from polyfed.records import RunFolder
+from polyfed.records import CLIENT_COLUMNS, RunFolder
 from polyfed.remote import Agreement, InMemoryTransport, Packet, Site
 from polyfed.remote.transport import Kind
 from polyfed.server.federation import Federation
 from tests import support
 from tests.methods import parity
 from tests.remote.support import NAMES, NOT_TOLD, agreement, remote, same_rows, setting
+from tests.shell import Shell
 
 
 @pytest.mark.parametrize("method", [*polyfed.METHODS, *parity.OPTIONS])
@@ -99,6 +101,20 @@ class Unreachable:
         return self.site.answer(kind, packet)
 
 
+def test_records_name_the_members(tmp_path: Path, shell: Shell) -> None:
+    """So do a frame of them, `polyfed show` and a report."""
+    config, people = setting("fedproto")
+    apart, _ = remote(tmp_path, config, people)
+    apart.run()
+    frame = apart.folder.clients()
+    assert list(frame.columns) == [*CLIENT_COLUMNS, "name"]
+    assert dict(zip(frame["client"], frame["name"], strict=True)) == dict(enumerate(NAMES))
+    shown = shell("show", str(apart.folder.path)).output
+    assert re.search(r"worst clients +member +architecture", shown) and "birch" in shown
+    assert shell("report", str(apart.folder.path), "-o", str(tmp_path / "page.html")).status == 0
+    assert re.search(r">member</button></th>", (tmp_path / "page.html").read_text())
+
+
 def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
     config, people = setting("fedproto", participation=1.0)
     apart, transport = remote(tmp_path, config, people)
@@ -108,6 +124,16 @@ def test_a_run_goes_on_without_a_site_that_fails(tmp_path: Path) -> None:
     assert apart.folder.rounds().replies.tolist() == [4, 3, 4]
     notes = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
     assert notes == ["round 2 continues without client 1 (birch): its power went out"]
+
+
+def test_a_site_that_fails_is_named_once(tmp_path: Path) -> None:
+    config, people = setting("fedproto", participation=1.0, rounds=1)
+    apart, transport = remote(tmp_path, config, people)
+    site: Any = transport.sites["cedar"]
+    site.__self__._engine.train = lambda *_: 1 / 0
+    apart.run()
+    (note,) = [event["note"] for event in apart.folder.events() if event["event"] == "note"]
+    assert note == "round 1 continues without client 2 (cedar): it failed; its own notes say why"
 
 
 def test_fedkd_sends_the_network_to_a_site_that_missed_a_round(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_server_that_went_back_gets_what_it_would_have_got(tmp_path: Path) -> 
     assert ask(site, "train", round=3).facts == said[3]
     assert ask(site, "train", round=2).facts == said[2]
     refused = ask(site, "train", round=1).facts["failure"]
-    assert refused.startswith("site 'amber' keeps what it had after rounds 2 and 3 and can't go back to round 1")
+    assert refused.startswith("it keeps what it had after rounds 2 and 3 and can't go back to round 1")
     assert ask(site, "train", round=4).facts.keys() == {"round", "loss"}
 
 
@@ -75,7 +75,7 @@ def test_an_error_in_a_sites_own_code_stays_there(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(site._engine, "train", broken)
     answer = ask(site, "train", round=1)
-    assert answer.facts == {"failure": "site 'amber' failed; its own notes say why"}
+    assert answer.facts == {"failure": "it failed; its own notes say why"}
     assert site.notes == ["secret of /home/amber"]
 
 

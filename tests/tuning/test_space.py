@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from polyfed import METHODS
@@ -52,3 +54,29 @@ def test_a_grid_has_values_that_the_method_accepts_in_order(method: str) -> None
 def test_a_method_with_options_to_tune_has_a_grid() -> None:
     without = {name for name, method in METHODS.items() if method.Config.model_fields and not method.grid}
     assert not without
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("clients", (10, 20), "whose clients have other samples can't be compared; make a search for each value"),
+        ("partition", ("iid", "dirichlet"), "other samples"),
+        ("classes_per_client", (2, 3), "other samples"),
+        ("alpha", (0.1, 1.0), "other samples"),
+        ("min_samples", (5, 10), "other samples"),
+        ("test_set", ("apart", "pooled"), "other samples"),
+        ("split", ("8:1:1", "6:2:2"), "other samples"),
+        ("data", ("digits", "mnist"), "other data"),
+        ("evaluate", ("after-training", "after-download"), "scored at other moments"),
+        ("devices", ("uniform", "three-tier"), "other devices"),
+    ],
+)
+def test_what_changes_the_task_is_not_searched(name: str, values: tuple[Any, ...], words: str) -> None:
+    """The easier task would win, whatever the other settings are."""
+    with pytest.raises(InputError, match=f"^{name} can't be searched: trials .*{words}"):
+        check_space(["fedproto"], {name: Choices(values)}, {})
+
+
+def test_what_changes_how_clients_train_is_searched() -> None:
+    given = {"participation": Choices((0.5, 1.0)), "models": Choices(("cnn1", "cnn5")), "start": Choices(("client",))}
+    check_space(["standalone"], given, {})

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from polyfed.engines.client.batches import part_samples
 from polyfed.engines.client.workbench import state_of
 from polyfed.message import State
-from polyfed.methods.base import Batch, Probe, edges
+from polyfed.methods.base import Batch, Probe
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
@@ -85,8 +85,4 @@ def probe_samples(population: Population, client: int, round: int) -> tuple[Tens
 def probe_sizes(population: Population, client: int) -> tuple[int, int]:
     """How many study and quiz samples a client has."""
     wanted = population.method.probe
-    if wanted is None:
-        return 0, 0
-    ends = [edges(part, len(population.data[client].train)) for part in (wanted.study, wanted.quiz)]
-    study, quiz = (min(wanted.batch, stop - start) for start, stop in ends)
-    return (study, quiz) if study and quiz else (0, 0)
+    return (0, 0) if wanted is None else wanted.sizes(len(population.data[client].train))

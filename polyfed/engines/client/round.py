@@ -138,6 +138,8 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     training, device = population.training, population.device
     result = PhaseResult()
     groups = set_modes(net, phase)
+    parameters = [parameter for group in groups.values() for parameter in group]
+    clipped = [groups[module] for module in phase.clipped]
     single_allowed = not batch_norm_trains(net)
     bounded = [(parameter, phase.bounds[name]) for name, parameter in net.named_parameters() if name in phase.bounds]
     visited, total = 0, torch.zeros((), device=device)
@@ -146,7 +148,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     shapes: list[str] = []
     when = f"round {round}, phase '{phase.name}'"
     lr, early = phase.lr or training.lr, population.is_ours(client)
-    with explained(population, [client], when, shapes), sgd(groups, lr, training, early=early) as step:
+    with explained(population, [client], when, shapes), sgd(parameters, lr, training, clipped, early=early) as step:
         for batch in batches(population, client, phase, round):
             shapes[:] = [f"{tuple(batch.x.shape)}"]
             if len(batch.y) == 1 and not single_allowed:
@@ -235,18 +237,18 @@ def diverged(what: str, client: int, round: int, phase: str | None = None, how: 
     )
 
 
-def set_modes(net: ClientNetwork, phase: Phase) -> list[list[nn.Parameter]]:
+def set_modes(net: ClientNetwork, phase: Phase) -> dict[str, list[nn.Parameter]]:
     """Set the phase's modules to training and all others to evaluation and frozen; parameters by trained module.
 
     What the user froze or left in evaluation mode stays so.
     """
     net.eval().requires_grad_(False)
     frozen = {parameter for name, parameter in net.named_parameters() if name in net.rest.parameters}
-    groups = []
+    groups = {}
     for name in phase.trains:
         module = net.get_submodule(name).train()
-        groups.append([parameter for parameter in module.parameters() if parameter not in frozen])
-        for parameter in groups[-1]:
+        groups[name] = [parameter for parameter in module.parameters() if parameter not in frozen]
+        for parameter in groups[name]:
             parameter.requires_grad_()
     for name in net.rest.modules:
         net.get_submodule(name).training = False

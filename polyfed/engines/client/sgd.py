@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,16 +14,21 @@ from polyfed.methods.base import Training
 
 @contextmanager
 def sgd(
-    groups: Sequence[Sequence[nn.Parameter]], lr: float, training: Training, *, early: bool = False
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    training: Training,
+    clipped: Sequence[Sequence[nn.Parameter]],
+    *,
+    early: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Inside, call the returned function after every `backward`: it makes the step and drops the gradients.
 
-    `groups` are the parameters of each trained module; gradients are clipped module by module. If `early`, on a CPU and
-    unless gradients are clipped, each parameter is updated as soon as its gradient is there: gradients are never all in
+    Gradients are clipped in each of the groups `clipped` by itself, if training clips. If `early`, on a CPU and unless
+    gradients are clipped, each parameter is updated as soon as its gradient is there: gradients are never all in
     memory at once, and each is used while it is still in the cache. The numbers are those of torch.optim.SGD in
     both cases, but only for code that does not bypass autograd (`.data`): that would see a changed parameter.
     """
-    parameters = list(dict.fromkeys(parameter for group in groups for parameter in group))
+    parameters = list(dict.fromkeys(parameters))
     if early and training.clip is None and all(parameter.device.type == "cpu" for parameter in parameters):
         with _early_steps(parameters, lr, training.momentum, training.weight_decay) as stepped:
             yield stepped.clear
@@ -32,7 +37,7 @@ def sgd(
 
     def step() -> None:
         if training.clip is not None:
-            for group in groups:
+            for group in clipped:
                 nn.utils.clip_grad_norm_(group, training.clip)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)

@@ -105,7 +105,7 @@ class PhaseStep:
         self.trained = {n: state[n] for n, p in network.named_parameters() if p.requires_grad}
         self.numbers = {name: tensor.clone() for name, tensor in (numbers or {}).items()}
         self.frozen = self.numbers | {name: tensor for name, tensor in state.items() if name not in self.trained}
-        groups = [[n for n in self.trained if n.startswith(f"{module}.")] for module in phase.trains]
+        groups = [[n for n in self.trained if n.startswith(f"{module}.")] for module in phase.clipped]
         network.requires_grad_(False)
         size = len(next(iter(state.values())))
         self._dataset: Dataset = population.dataset
