@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyfed.engines.together import joint
 from polyfed.engines.stacked.chains import join_layers
+from polyfed.engines.together import joint
 from polyfed.engines.together.fit import alike, misfit, same
 from polyfed.message import Message, State
 from polyfed.methods import FedProto
