@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.compute import beside, free_gpu_memory
+from polyfed.compute import beside, finish_gpu_work, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -390,7 +390,7 @@ class VectorizedEngine(LocalEngine):
     def _let_go(self) -> None:
         """Free all memory that is only kept to be faster next time."""
         if self.population.device.type == "cuda":
-            torch.cuda.synchronize()  # no graph may be freed while it runs
+            finish_gpu_work()
         self._steps.clear()
         self._replays.clear()
         self._stacks.clear()
