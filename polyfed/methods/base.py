@@ -27,6 +27,7 @@ from polyfed.methods.parts.task import Task, Training
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import SplitNetwork
 from polyfed.seeds import torch_generator
+from polyfed.server.kept import Kept
 from polyfed.settings import Settings
 
 __all__ = [
@@ -186,6 +187,8 @@ class Server:
     state: State = field(default_factory=dict)
     modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)
     notes: list[str] = field(default_factory=list)
+    kept: Kept = field(default_factory=Kept, repr=False, compare=False)
+    """Captured steps of its training on a GPU, for later rounds; no part of what is saved."""
 
     def named_state(self) -> State:
         """All that the server remembers, as flat named tensors."""

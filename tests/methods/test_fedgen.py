@@ -272,12 +272,12 @@ def test_generator_s_steps_are_those_of_a_plain_loop_bit_by_bit() -> None:
 
 
 def test_steps_that_cannot_be_captured_are_made_and_the_server_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*given: object) -> None:
+    def refused(*given: object, **options: object) -> None:
         raise RuntimeError("not permitted")
 
     monkeypatch.setattr(training, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(replay._Span, "_plain", replay._Span._take)
-    monkeypatch.setattr(replay, "_PLAIN_STEPS", 0)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(replay, "capturing", refused)
     sent = (head(0.3), [0], [7]), (head(0.2), [2], [5])
