@@ -189,6 +189,8 @@ class Server:
     notes: list[str] = field(default_factory=list)
     kept: Kept = field(default_factory=Kept, repr=False, compare=False)
     """Captured steps of its training on a GPU, for later rounds; no part of what is saved."""
+    common: State = field(default_factory=dict, repr=False, compare=False)
+    """What downloads have in common until the next `aggregate`, made there once for all clients; not saved either."""
 
     def named_state(self) -> State:
         """All that the server remembers, as flat named tensors."""
@@ -201,6 +203,7 @@ class Server:
         if missing:
             raise RuntimeError(f"'{min(missing)}' is missing")
         modules = {name: tensor for name, tensor in named.items() if name.startswith("modules.")}
+        self.common = {}
         self.modules.load_state_dict({name.removeprefix("modules."): tensor for name, tensor in modules.items()})
         self.state = {name.removeprefix("state."): tensor for name, tensor in named.items() if name not in modules}
 

@@ -36,12 +36,6 @@ class KeptSteps:
         """Whether there is room for these tensors, which differ from those before in their number of rows alone."""
         return all(len(tensor) <= len(self.memory[name]) for name, tensor in given.items() if tensor.dim())
 
-    def fill(self, given: Mapping[str, Tensor]) -> None:
-        """Put a round's tensors where the step looks for them, without waiting."""
-        for name, tensor in given.items():
-            place = self.memory[name][: len(tensor)] if tensor.dim() else self.memory[name]
-            place.copy_(tensor, non_blocking=tensor.device.type == "cpu")
-
 
 class Kept:
     """The captured steps of one server."""
@@ -68,15 +62,20 @@ class Kept:
         """
         key = (purpose, size, _places(trained), tuple((n, _shape(t, n in rows), t.dtype) for n, t in given.items()))
         found = self._steps.get(key)
-        if found is None or not found.fits(given):
-            self._drop(key if found else next(iter(self._steps)) if len(self._steps) >= MOST_KEPT else None)
-            device = next(trained.parameters()).device
-            memory = {name: _room(tensor, device, name in rows) for name, tensor in given.items()}
-            step = new(memory)
-            found = self._steps[key] = KeptSteps(memory, step, Spans(step, size, self._side))
-        self._steps.move_to_end(key)
-        found.fill(given)
-        return found
+        if found is not None and found.fits(given):
+            self._steps.move_to_end(key)
+            _fill(found.memory, given)
+            return found
+        if found is not None:
+            self._drop(key)
+        while len(self._steps) >= MOST_KEPT:
+            self._drop(next(iter(self._steps)))
+        device = next(trained.parameters()).device
+        memory = {name: _room(tensor, device, name in rows) for name, tensor in given.items()}
+        _fill(memory, given)  # before the step is made, which may look at a number in it
+        step = new(memory)
+        self._steps[key] = KeptSteps(memory, step, Spans(step, size, self._side))
+        return self._steps[key]
 
     def close(self) -> None:
         """Drop everything, when the run ends."""
@@ -85,12 +84,17 @@ class Kept:
                 self._drop(next(iter(self._steps)))
         self._steps.clear()
 
-    def _drop(self, key: Hashable | None) -> None:
-        if key is None:
-            return
+    def _drop(self, key: Hashable) -> None:
         if self._steps[key].spans.captured:
             finish_gpu_work()
         del self._steps[key]
+
+
+def _fill(memory: State, given: Mapping[str, Tensor]) -> None:
+    """Put a round's tensors where the step looks for them, without waiting."""
+    for name, tensor in given.items():
+        place = memory[name][: len(tensor)] if tensor.dim() else memory[name]
+        place.copy_(tensor, non_blocking=tensor.device.type == "cpu")
 
 
 def _places(module: nn.Module) -> tuple[int, ...]:
