@@ -107,15 +107,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on the device; on a GPU, small ones of one type come in one transfer and share memory there."""
+    """The tensors on the device, one that comes several times once; none may be changed there.
+
+    On a GPU, small ones of one type come in one transfer and share memory there.
+    """
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
     small: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for place, tensor in enumerate(distinct):
         if device.type != "cpu" and tensor.device.type == "cpu" and tensor.numel() <= SMALL_TRANSFER:
             small.setdefault(tensor.dtype, []).append(place)
     found: dict[int, Tensor] = {}
     for places in small.values():
-        found |= zip(places, _packed([tensors[place] for place in places], device), strict=True)
-    return [found[place] if place in found else to_device(each, device) for place, each in enumerate(tensors)]
+        found |= zip(places, _packed([distinct[place] for place in places], device), strict=True)
+    moved = {
+        id(tensor): found[place] if place in found else to_device(tensor, device)
+        for place, tensor in enumerate(distinct)
+    }
+    return [moved[id(tensor)] for tensor in tensors]
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

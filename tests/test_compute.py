@@ -45,6 +45,23 @@ def test_a_type_is_one_transfer_and_large_tensors_travel_alone(monkeypatch: pyte
     assert sorted(moved) == [1, 4, 5]
 
 
+def test_what_all_clients_receive_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients get the same weights and labels of their own; a copy with equal values is another tensor."""
+    moved: list[int] = []
+    original = torch.cat
+
+    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+        moved.append(sum(tensor.numel() for tensor in tensors))
+        return original(tensors)
+
+    monkeypatch.setattr(torch, "cat", cat)
+    weights, labels = torch.zeros(5), [torch.tensor([1]), torch.tensor([1])]
+    found = all_to_device([weights, labels[0], weights, labels[1]], torch.device("meta"))
+    assert [tensor.shape for tensor in found] == [(5,), (1,), (5,), (1,)]
+    assert found[0] is found[2] and found[1] is not found[3]
+    assert sorted(moved) == [2, 5]
+
+
 def test_tensors_on_the_cpu_stay_the_same_objects() -> None:
     given = [torch.zeros(2), torch.zeros(3)]
     assert all(one is other for one, other in zip(all_to_device(given, CPU), given, strict=True))

@@ -305,8 +305,8 @@ class VectorizedEngine(LocalEngine):
             stacked.copy_states(stack.parts, padded)
         receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
         arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
-        for (client, own), message in zip(receivers, arrived, strict=True):
-            local.receive(*self.population.home(client), own, message, round)
+        given = zip(receivers, arrived, strict=True)
+        local.receive_all(((*self.population.home(client), own, message) for (client, own), message in given), round)
         return stack
 
     def _own(self, clients: list[int], stack: stacked.Stack) -> State:
