@@ -19,6 +19,7 @@ from polyfed.methods.parts.feature_generator import (
     ServerGenerator,
     logits_of_all,
     sameness,
+    shares_of,
     teaching_loss,
     train_generator,
 )
@@ -130,7 +131,7 @@ def test_heads_count_by_their_share_of_a_label() -> None:
     logits[0, 1, 1] = 50.0
     logits[1, 1, 1] = LN2
     counts = torch.tensor([[3.0, 0.0, 0.0], [1.0, 2.0, 0.0]]).double()
-    values = teaching_loss(logits, torch.tensor([0, 1, 2]), counts)
+    values = teaching_loss(logits, torch.tensor([0, 1, 2]), shares_of(counts))
     assert values.tolist() == pytest.approx([1.25 * LN2, LN2, 0.0], abs=1e-6)
 
 
@@ -252,7 +253,7 @@ class Training:
             labels = torch.tensor([0, 2, 3])[torch.randint(3, (self.size,), generator=self.random)]
             noise = torch.randn(self.size, 3, generator=self.random)
             features = self.generator.train()(noise, labels)
-            values = teaching_loss(logits_of(features), labels, self.counts)
+            values = teaching_loss(logits_of(features), labels, shares_of(self.counts))
             optimiser.zero_grad()
             (values.mean() + sameness(noise, features)).backward()
             optimiser.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -113,7 +113,7 @@ def train_generator(
     device = generator.first.weight.device
     present = counts.sum(0).nonzero().flatten()  # there is nothing to learn about other classes
     chosen, noise = _drawn(len(present), generator.noise, steps, batch_size, random)
-    given = {"labels": present[chosen], "noise": noise, "counts": counts}
+    given = {"labels": present[chosen], "noise": noise, "shares": shares_of(counts)}
     given |= {f"{_HEADS}{name}": tensor for name, tensor in heads.items()}
     rows = torch.arange(len(noise), device=device)[None]
     losses = noise.new_empty(len(noise), device=device)
@@ -149,7 +149,7 @@ class _AdamSteps:
     def __init__(self, generator: ServerGenerator, head: nn.Module, lr: float, memory: State) -> None:
         self._generator = generator
         self._parameters = list(generator.parameters())
-        self._labels, self._noise, self._counts = memory["labels"], memory["noise"], memory["counts"]
+        self._labels, self._noise, self._shares = memory["labels"], memory["noise"], memory["shares"]
         self._logits_of = logits_of_all(
             head, {name.removeprefix(_HEADS): t for name, t in memory.items() if name.startswith(_HEADS)}
         )
@@ -158,14 +158,14 @@ class _AdamSteps:
 
     def reset(self) -> None:
         """Start afresh, in the same memory."""
-        for own in self._optimiser.state.values():
-            for tensor in own.values():
-                tensor.zero_()
+        moments = [tensor for own in self._optimiser.state.values() for tensor in own.values()]
+        if moments:
+            torch._foreach_zero_(moments)
 
     def __call__(self, rows: Tensor, losses: Tensor) -> None:
         labels, noise = self._labels[rows], self._noise[rows]
         features = self._generator(noise, labels)
-        values = teaching_loss(self._logits_of(features), labels, self._counts)
+        values = teaching_loss(self._logits_of(features), labels, self._shares)
         # Not by `backward`, which would add them to those of the step before.
         gradients = torch.autograd.grad(values.mean() + sameness(noise, features), self._parameters)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -181,11 +181,15 @@ def logits_of_all(head: nn.Module, heads: State) -> Callable[[Tensor], Tensor]:
     return lambda features: vmap(lambda own: functional_call(frozen, own, features))(heads)
 
 
-def teaching_loss(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+def shares_of(counts: Tensor) -> Tensor:
+    """Each client's share of the samples of each class, [clients, classes]; zero for a class that nobody has."""
+    return (counts / counts.sum(0).clamp(min=1)).float()
+
+
+def teaching_loss(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
     """Cross entropy of all heads [clients, batch, classes], each weighted by its share of a label's samples."""
-    weights = counts[:, labels] / counts[:, labels].sum(0).clamp(min=1)
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels.expand(len(logits), -1), reduction="none")
-    return (weights.float() * losses).sum(0)
+    return (shares[:, labels] * losses).sum(0)
 
 
 def sameness(noise: Tensor, features: Tensor) -> Tensor:
@@ -193,7 +197,7 @@ def sameness(noise: Tensor, features: Tensor) -> Tensor:
 
     Distances are means over their dimensions; sums would let the exponential vanish, and its gradient with it.
     """
-    noise_apart = torch.cat([(rows[:, None] - noise).square_().mean(2) for rows in noise.split(_rows(noise))])
+    noise_apart = _joined([(rows[:, None] - noise).square_().mean(2) for rows in noise.split(_rows(noise))])
     features_apart: Tensor = MeanDifference.apply(features)
     pairs = len(noise) * (len(noise) - 1)
     return torch.exp(-(noise_apart * features_apart).sum() / pairs)
@@ -209,7 +213,7 @@ class MeanDifference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> Tensor:
         ctx.save_for_backward(vectors)
-        return torch.cat([(rows[:, None] - vectors).abs_().mean(2) for rows in vectors.split(_rows(vectors))])
+        return _joined([(rows[:, None] - vectors).abs_().mean(2) for rows in vectors.split(_rows(vectors))])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -220,6 +224,11 @@ class MeanDifference(torch.autograd.Function):
         for own, weights, part in zip(vectors.split(rows), share.split(rows), pairs.split(rows), strict=True):
             torch.sub(own[:, None], vectors, out=part).sgn_().mul_(weights)
         return pairs.sum(1) - pairs.sum(0)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """All parts one below the other; a single one, as always on a GPU, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _rows(vectors: Tensor) -> int:
