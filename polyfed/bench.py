@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -138,11 +138,10 @@ def federation(case: Case, engine: str, device: str) -> Iterator[tuple[Federatio
     """A federation that records into a temporary folder."""
     config, clients = setting(case, engine, device)
     runner = new_engine(engine, clients)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            yield Federation(config, clients.method, runner, RunFolder.create(Path(folder) / "run", config)), runner
-        finally:
-            runner.close()
+    with tempfile.TemporaryDirectory() as folder, closing(runner):
+        run = Federation(config, clients.method, runner, RunFolder.create(Path(folder) / "run", config))
+        with closing(run.server.kept):
+            yield run, runner
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:

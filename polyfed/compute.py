@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -27,6 +28,8 @@ SMALL_TRANSFER = 1 << 18
 """Numbers in a tensor up to which copying it next to others costs less than another transfer."""
 _GRAPHS: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 """Captured graphs that may still be replayed."""
+_CAPTURE = RLock()
+"""Of whoever captures: PyTorch allows one capture at a time in a process, and runs that train together have threads."""
 
 
 @contextmanager
@@ -104,15 +107,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on the device; on a GPU, small ones of one type come in one transfer and share memory there."""
+    """The tensors on the device, one that comes several times once; none may be changed there.
+
+    On a GPU, small ones of one type come in one transfer and share memory there.
+    """
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
     small: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for place, tensor in enumerate(distinct):
         if device.type != "cpu" and tensor.device.type == "cpu" and tensor.numel() <= SMALL_TRANSFER:
             small.setdefault(tensor.dtype, []).append(place)
     found: dict[int, Tensor] = {}
     for places in small.values():
-        found |= zip(places, _packed([tensors[place] for place in places], device), strict=True)
-    return [found[place] if place in found else to_device(each, device) for place, each in enumerate(tensors)]
+        found |= zip(places, _packed([distinct[place] for place in places], device), strict=True)
+    moved = {
+        id(tensor): found[place] if place in found else to_device(tensor, device)
+        for place, tensor in enumerate(distinct)
+    }
+    return [moved[id(tensor)] for tensor in tensors]
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -155,19 +166,68 @@ def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[obj
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """Inside, work on the GPU is recorded in the graph instead of being done."""
-    _GRAPHS.add(graph)
-    collects = gc.isenabled()
-    gc.disable()  # it could find an old graph to destroy, which a capture does not survive
-    try:
-        with torch.cuda.stream(options.get("stream")):
-            torch.cuda.current_blas_handle()  # each thread has its own, which can't be made in a capture
-        with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):  # others may use the GPU meanwhile
+def capturing(
+    graph: torch.cuda.CUDAGraph, *, stream: torch.cuda.Stream | None = None, pool: Any = None, small: bool = False
+) -> Iterator[None]:
+    """Inside, work on the GPU is recorded in the graph instead of being done.
+
+    `small`: the graph, on a stream of the caller's, needs little memory. PyTorch waits for the GPU before it captures,
+    and gives back all memory that it keeps for reuse, which then has to be asked for again: milliseconds each. A large
+    graph needs that memory, and nothing else of what PyTorch does there matters to a capture.
+    """
+    with _CAPTURE:
+        _GRAPHS.add(graph)
+        collects = gc.isenabled()
+        gc.disable()  # it could find an old graph to destroy, which a capture does not survive
+        try:
+            with torch.cuda.stream(stream):
+                torch.cuda.current_blas_handle()  # each thread has its own, which can't be made in a capture
+            with _recorded(graph, stream, pool) if small else _with_room(graph, stream, pool):
+                yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+_MODE = "thread_local"
+"""Other threads may use the GPU while one captures."""
+
+
+def _with_room(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None, pool: Any
+) -> AbstractContextManager[None]:
+    """A capture that has all of the GPU's memory that is not in use."""
+    captured: AbstractContextManager[None] = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_MODE)
+    return captured
+
+
+@contextmanager
+def _recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None, pool: Any) -> Iterator[None]:
+    """A capture alone, which waits for nothing and frees nothing."""
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode=_MODE)
+        try:
             yield
-    finally:
-        if collects:
-            gc.enable()
+        finally:
+            graph.capture_end()
+
+
+def finish_gpu_work() -> None:
+    """Wait for all work on the GPU: a graph that still runs must not be freed.
+
+    Not while another thread captures, which a GPU refuses.
+    """
+    if torch.cuda.is_available():
+        with _CAPTURE:
+            torch.cuda.synchronize()
+
+
+def first_cause(error: RuntimeError) -> BaseException:
+    """What went wrong first in a capture; leaving a failed one raises another error. Too little memory before all."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+        first, cause = cause, cause.__cause__ or cause.__context__
+    return cause or first
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from polyfed.compute import beside, free_gpu_memory
+from polyfed.compute import beside, finish_gpu_work, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
@@ -305,8 +305,8 @@ class VectorizedEngine(LocalEngine):
             stacked.copy_states(stack.parts, padded)
         receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
         arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
-        for (client, own), message in zip(receivers, arrived, strict=True):
-            local.receive(*self.population.home(client), own, message, round)
+        given = zip(receivers, arrived, strict=True)
+        local.receive_all(((*self.population.home(client), own, message) for (client, own), message in given), round)
         return stack
 
     def _own(self, clients: list[int], stack: stacked.Stack) -> State:
@@ -390,7 +390,7 @@ class VectorizedEngine(LocalEngine):
     def _let_go(self) -> None:
         """Free all memory that is only kept to be faster next time."""
         if self.population.device.type == "cuda":
-            torch.cuda.synchronize()  # no graph may be freed while it runs
+            finish_gpu_work()
         self._steps.clear()
         self._replays.clear()
         self._stacks.clear()

@@ -27,6 +27,7 @@ from polyfed.methods.parts.task import Task, Training
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.models import SplitNetwork
 from polyfed.seeds import torch_generator
+from polyfed.server.kept import Kept
 from polyfed.settings import Settings
 
 __all__ = [
@@ -199,6 +200,10 @@ class Server:
     state: State = field(default_factory=dict)
     modules: nn.ModuleDict = field(default_factory=nn.ModuleDict)
     notes: list[str] = field(default_factory=list)
+    kept: Kept = field(default_factory=Kept, repr=False, compare=False)
+    """Captured steps of its training on a GPU, for later rounds; no part of what is saved."""
+    common: State = field(default_factory=dict, repr=False, compare=False)
+    """What downloads have in common until the next `aggregate`, made there once for all clients; not saved either."""
 
     def named_state(self) -> State:
         """All that the server remembers, as flat named tensors."""
@@ -211,6 +216,7 @@ class Server:
         if missing:
             raise RuntimeError(f"'{min(missing)}' is missing")
         modules = {name: tensor for name, tensor in named.items() if name.startswith("modules.")}
+        self.common = {}
         self.modules.load_state_dict({name.removeprefix("modules."): tensor for name, tensor in modules.items()})
         self.state = {name.removeprefix("state."): tensor for name, tensor in named.items() if name not in modules}
 

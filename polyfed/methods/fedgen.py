@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import cached_property
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 
 from polyfed.errors import BadMessage
 from polyfed.message import Counts, Labels, Message, Schema, State
@@ -103,7 +101,7 @@ class FedGen(Method):
         known = server.state["known"].nonzero().flatten()
         if len(known) == 0:  # an untrained generator would only disturb
             return Message(head)
-        return Message({**head, **generator_of(server).for_clients()}, {"labels": known})
+        return Message({**head, **(server.common or generator_of(server).for_clients())}, {"labels": known})
 
     def schema(self) -> Schema:
         return Schema(same_shapes(self._head_state), {"labels": Labels(self.task.classes), "counts": Counts(("seen",))})
@@ -124,21 +122,21 @@ class FedGen(Method):
         self._train_generator(server, heads, counts)
 
     def _train_generator(self, server: Server, heads: State, counts: Tensor) -> None:
-        device, config = server.device, self.config
-        head = deepcopy(self._head).to(device).eval().requires_grad_(False)
-        stacked = {name.removeprefix("model.head."): tensor.to(device) for name, tensor in heads.items()}
+        config, generator = self.config, generator_of(server).to(server.device)
         train_generator(
-            generator_of(server).to(device),
-            lambda features: vmap(lambda own: functional_call(head, own, features))(stacked),
+            generator,
+            self._head,
+            {name.removeprefix("model.head."): tensor for name, tensor in heads.items()},
             counts,
             steps=config.server_steps,
             batch_size=config.server_batch,
             lr=config.server_lr * config.decay ** (server.round - 1),
             random=server.generator("generator"),
             notes=server.notes,
+            kept=server.kept,
         )
-        check_finite(generator_of(server), "generator", server.round, config.server_lr, heads.values())
-        server.modules.cpu()
+        check_finite(generator, "generator", server.round, config.server_lr, heads.values())
+        server.common = generator.for_clients()
 
     @cached_property
     def _head(self) -> nn.Module:

@@ -70,10 +70,9 @@ class FedTGP(DistanceMethod):
         labels = torch.cat([reply.message.metadata["labels"] for reply in replies])
         if len(labels) == 0:
             return
-        margin = self.margin(vectors, labels).to(server.device)
-        loss = partial(contrastive_loss, margin=margin)
-        fused = partial(separating_steps, margin=margin, notes=server.notes)
-        train_prototypes(server, self.task, self.config, vectors, labels, loss, fused)
+        given = {"margin": self.margin(vectors, labels)}
+        fused = partial(separating_steps, notes=server.notes)
+        train_prototypes(server, self.task, self.config, vectors, labels, contrastive_loss, fused, given)
 
     def margin(self, vectors: Tensor, labels: Tensor) -> Tensor:
         """δ(t), how much farther other classes' client prototypes must be: Eq. 9 of the paper."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -95,12 +95,13 @@ class Federation:
         self.watcher.on_start(self.config, self.server.round + 1)
         for note in self.engine.remarks if self.server.round == 0 else ():
             self.note(note)
-        for number in range(self.server.round + 1, self.config.rounds + 1):
-            self.round(number)
-            if self.stop_requested and number < self.config.rounds:
-                self._stop()
-            if self._checkpoint_is_due(number):
-                self.checkpoint()
+        with closing(self.server.kept):
+            for number in range(self.server.round + 1, self.config.rounds + 1):
+                self.round(number)
+                if self.stop_requested and number < self.config.rounds:
+                    self._stop()
+                if self._checkpoint_is_due(number):
+                    self.checkpoint()
         return self._finish()
 
     def _stop(self) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -14,12 +14,15 @@ from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
 from polyfed.losses import cross_entropy
 from polyfed.message import largest
-from polyfed.server.replay import Replayed, Step, in_batches
+from polyfed.server.kept import Kept
+from polyfed.server.replay import Replayed, Spans, Step, in_batches
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""From (module, vectors, labels) to one value per vector."""
-FusedSteps = Callable[[nn.Module, Tensor, Tensor, float], Step | None]
-"""Makes a step of (module, vectors, labels, learning rate) that needs few kernels; None: there is no such step here."""
+Loss = Callable[..., Tensor]
+"""From (module, vectors, labels), and further tensors by name, to one value per vector."""
+FusedSteps = Callable[..., Step | None]
+"""Makes a step of (module, vectors, labels, learning rate), and further tensors by name, that needs few kernels.
+
+None: there is no such step here."""
 SANE = 1e4
 """Features, logits and weights of networks whose training goes well are smaller than this."""
 _eager = ContextVar("eager", default=False)
@@ -41,6 +44,8 @@ def train_on_vectors(
     generator: torch.Generator,
     work: int | None = None,
     fused: FusedSteps | None = None,
+    given: Mapping[str, Tensor] | None = None,
+    kept: Kept | None = None,
     notes: list[str] | None = None,
 ) -> float:
     """Minimise the mean loss over the vectors in shuffled mini-batches; returns the mean loss of the last epoch.
@@ -49,16 +54,36 @@ def train_on_vectors(
     many multiplications a step takes; none: as if every weight were used for every vector, forward and backward. On a
     GPU, steps are captured in graphs, and `fused` may make the same steps with fewer kernels. What is slower than it
     could be is added to `notes`.
+
+    `kept` lets later rounds replay this one's graphs, where the loss and `fused` are the same and the module stays
+    where it is. All tensors that they use beside the vectors and labels, and that differ from round to round, are
+    `given` by name then: others would stay those of this round.
     """
     work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
     orders = torch.stack([torch.randperm(len(vectors), generator=generator) for _ in range(epochs)])
-    step = fused(module, vectors, labels, lr) if fused and quick(vectors) else None
-    step = step or sgd_step(module, vectors, labels, lr, loss)
+    orders = orders.to(vectors.device)  # all at once: a copy for every epoch would let the GPU wait for it
+    named = {"vectors": vectors, "labels": labels, **(given or {})}
+
+    def new_step(memory: Mapping[str, Tensor]) -> Step:
+        x, y, *_ = memory.values()
+        further = {name: memory[name] for name in given or {}}
+        step = fused(module, x, y, lr, **further) if fused and quick(x) else None
+        return step or sgd_step(module, x, y, lr, partial(loss, **further) if loss and further else loss)
+
     losses = vectors.new_empty(len(vectors))
     with _few_threads(work):
-        # All at once: a copy for every epoch would let the GPU wait for it.
-        make_steps(step, orders.to(vectors.device), losses, size=batch_size, notes=notes)
+        if kept is not None and worth_capturing(orders, batch_size):
+            found = kept.steps(("SGD", lr), module, named, new_step, size=batch_size, rows=("vectors", "labels"))
+            make_steps(found.step, orders, losses, size=batch_size, notes=notes, spans=found.spans)
+        else:
+            make_steps(new_step(named), orders, losses, size=batch_size, notes=notes)
     return float(losses.mean())
+
+
+def worth_capturing(orders: Tensor, size: int, worth: int = _WORTH_CAPTURING) -> bool:
+    """Whether steps on batches of so many rows, in these orders, are many enough for a graph, and on a GPU."""
+    epochs, samples = orders.shape
+    return quick(orders) and epochs * -(-samples // size) >= worth
 
 
 def make_steps(
@@ -69,16 +94,18 @@ def make_steps(
     size: int,
     worth: int = _WORTH_CAPTURING,
     notes: list[str] | None = None,
+    spans: Spans | None = None,
 ) -> None:
     """Steps on batches of so many rows, in the order [epochs, rows] of each epoch; `losses` get those of the last.
 
-    On a GPU they are captured in graphs if there are at least `worth`. It may still be at work when this returns.
+    On a GPU they are captured in graphs if there are at least `worth`; `spans` are those that this step has already. It
+    may still be at work when this returns.
     """
     epochs, samples = orders.shape
     epoch: Step = partial(in_batches, step, size=size)
-    if quick(orders) and epochs * -(-samples // size) >= worth:
+    if worth_capturing(orders, size, worth):
         notes = [] if notes is None else notes
-        epoch = Replayed(step, samples=samples, size=size, epochs=epochs, notes=notes).epoch
+        epoch = Replayed(spans or Spans(step, size), samples=samples, epochs=epochs, notes=notes).epoch
     for order in orders:
         epoch(order, losses)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines.client import round as local
 from polyfed.engines.stacked import replays
 from polyfed.engines.stacked.captured import WORTH_A_SHAPE, Stream
 from polyfed.message import Message
@@ -191,6 +192,28 @@ def test_replies_on_both_devices_are_refused_with_their_reasons() -> None:
         method.aggregate(server, accepted)
         heads.append(server.modules["head"].weight.detach())
     torch.testing.assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)
+
+
+def test_downloads_arrive_without_waiting() -> None:
+    """FedGen's, with a generator that all clients share, known classes, and weights that are made on the CPU."""
+    people = support.population("fedgen", device=DEVICE)
+    server = support.new_server(people.method)
+    head = {"model.head.weight": torch.ones(4, support.FEATURES), "model.head.bias": torch.ones(4)}
+    people.method.aggregate(server, [support.reply(0, head, labels=[0, 2], counts=[3, 4])])
+    message = people.method.download(server, 0, None)
+    states = [dict(people.new_network(client).state_dict()) for client in range(3)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        arrived = local.on_device([message] * 3, people.device)
+        local.receive_all([(people, i, states[i], arrived[i]) for i in range(3)], 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for state in states:
+        assert state["generator.known"].tolist() == [True, False, True, False]
+        assert state["generator.weights"].tolist() == pytest.approx([0.98, 0.98])
+        for name, tensor in message.tensors.items():
+            assert torch.equal(state[name].cpu(), tensor), name
 
 
 def test_a_thread_that_has_computed_nothing_can_capture() -> None:

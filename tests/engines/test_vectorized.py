@@ -16,6 +16,7 @@ import torch
 from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines import stacked as stacked_package
+from polyfed.engines.client.round import receive_all
 from polyfed.engines.stacked import drawer, passes
 from polyfed.engines.stacked import round as stacked_round
 from polyfed.engines.stacked.captured import Stream, reason
@@ -30,6 +31,19 @@ from polyfed.methods.parts.tools import cross_entropy
 from tests import support
 from tests.methods import parity
 from tests.support import run
+
+
+def test_downloads_of_several_clients_arrive_together() -> None:
+    """Each client gets its own, converted if it is of another type, and nothing refers to the message afterwards."""
+    people = support.population("lg-fedavg")
+    states = [{name: tensor.clone() for name, tensor in people.new_network(0).state_dict().items()} for _ in range(2)]
+    sent = [torch.full((4,), 1.0), torch.full((4,), 2.0, dtype=torch.float64)]
+    given = [(people, i, states[i], Message({"model.head.bias": bias})) for i, bias in enumerate(sent)]
+    receive_all(given, 1)
+    sent[0].zero_()
+    assert [state["model.head.bias"].tolist() for state in states] == [[1.0] * 4, [2.0] * 4]
+    assert states[1]["model.head.bias"].dtype == torch.float32
+    assert torch.equal(states[0]["model.head.weight"], states[1]["model.head.weight"])
 
 
 def assert_agree(tmp_path: Path, method: Any, **settings: Any) -> None:

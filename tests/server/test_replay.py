@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from polyfed.methods.parts.tools import cross_entropy
 from polyfed.server import replay, training
-from polyfed.server.replay import Replayed, in_batches
+from polyfed.server.replay import Replayed, Spans, in_batches
 from polyfed.server.training import Loss, classification_loss, eager, make_steps, sgd_step, train_on_vectors
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where steps are captured")
@@ -43,14 +45,13 @@ class Graph:
         Graph.replays += 1
         self._span._take()
 
+    def pool(self) -> None:
+        return None
+
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plain(span: replay._Span) -> None:
-        span._take()
-        span._plain_steps += -(-len(span._rows) // span._size)
-
-    monkeypatch.setattr(replay._Span, "_plain", plain)
+    monkeypatch.setattr(replay._Span, "_plain", replay._Span._take)
     monkeypatch.setattr(replay._Span, "_captured", lambda span: Graph(span))
     monkeypatch.setattr(Graph, "made", 0)
     monkeypatch.setattr(Graph, "replays", 0)
@@ -73,7 +74,7 @@ def test_every_step_is_made_in_order(without_gpu: None, samples: int, size: int,
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(samples, generator=generator) for _ in range(epochs)]
     expected, actual = Recorded(), Recorded()
-    training = Replayed(actual, samples=samples, size=size, epochs=epochs, notes=[])
+    training = Replayed(Spans(actual, size), samples=samples, epochs=epochs, notes=[])
     for order in orders:
         found = [torch.zeros(samples), torch.zeros(samples)]
         in_batches(expected, order, found[0], size)
@@ -86,10 +87,67 @@ def test_every_step_is_made_in_order(without_gpu: None, samples: int, size: int,
 
 def test_most_of_many_steps_are_replayed(without_gpu: None) -> None:
     """10 000 steps: four graphs of 25 steps in each of a hundred epochs, of which one is made without a graph."""
-    training = Replayed(Recorded(), samples=1000, size=10, epochs=100, notes=[])
+    training = Replayed(Spans(Recorded(), 10), samples=1000, epochs=100, notes=[])
     for _ in range(100):
         training.epoch(torch.arange(1000), torch.zeros(1000))
     assert (Graph.made, Graph.replays) == (1, 399)
+
+
+def test_memory_that_is_short_is_freed_for_a_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt leaves PyTorch what it keeps for reuse, and the second does not. A third is never made."""
+    attempts: list[bool] = []
+
+    @contextmanager
+    def short(graph: object, *, small: bool, **options: object) -> Iterator[None]:
+        attempts.append(small)
+        if small or failing:
+            raise torch.OutOfMemoryError("no room")
+        yield
+
+    monkeypatch.setattr(replay._Span, "_plain", replay._Span._take)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(replay, "capturing", short)
+    for failing in (False, True):
+        attempts.clear()
+        notes: list[str] = []
+        training = Replayed(Spans(Recorded(), 5), samples=20, epochs=10, notes=notes)
+        for _ in range(10):
+            training.epoch(torch.arange(20), torch.zeros(20))
+        assert attempts == [True, False]
+        assert notes == ["the server's steps can't be captured on the GPU and take longer (no room)"] * failing
+
+
+def test_a_thread_captures_only_after_steps_of_its_own(without_gpu: None) -> None:
+    """Forty steps of one graph: three are made plainly in the first thread, and three again in another."""
+    spans = Spans(Recorded(), 5)
+
+    def epochs(number: int) -> int:
+        training = Replayed(spans, samples=5, epochs=40, notes=[])
+        for _ in range(number):
+            training.epoch(torch.arange(5), torch.zeros(5))
+        return Graph.made
+
+    assert epochs(3) == 0
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(epochs, 3).result() == 0
+        assert other.submit(epochs, 1).result() == 1
+    assert epochs(1) == 1
+    assert Graph.replays == 2
+
+
+def test_the_least_recently_used_graph_is_dropped(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two: three numbers of rows, of which the first is used again before the third comes."""
+    monkeypatch.setattr(replay, "MOST_SPANS", 2)
+    spans = Spans(Recorded(), 100)
+
+    def rounds(samples: int) -> int:
+        training = Replayed(spans, samples=samples, epochs=9, notes=[])
+        for _ in range(9):
+            training.epoch(torch.arange(samples), torch.zeros(samples))
+        return Graph.made
+
+    assert [rounds(samples) for samples in (5, 6, 5, 7, 5, 6)] == [1, 2, 2, 3, 3, 4]
 
 
 def test_steps_are_captured_on_a_gpu_from_a_number_on_and_never_within_eager(
@@ -111,18 +169,19 @@ def test_steps_are_captured_on_a_gpu_from_a_number_on_and_never_within_eager(
 def test_steps_that_cannot_be_captured_are_made_with_a_note(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
 
-    def refused(*given: object) -> None:
+    def refused(*given: object, **options: object) -> None:
         attempts.append(given)
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     monkeypatch.undo()
     monkeypatch.setattr(replay._Span, "_plain", replay._Span._take)
-    monkeypatch.setattr(replay, "_PLAIN_STEPS", 0)
+    monkeypatch.setattr(replay, "_PLAIN_STEPS", 1)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(replay, "capturing", refused)
     notes: list[str] = []
     step = Recorded()
-    training = Replayed(step, samples=10, size=5, epochs=100, notes=notes)
+    training = Replayed(Spans(step, 5), samples=10, epochs=100, notes=notes)
     for _ in range(100):
         training.epoch(torch.arange(10), torch.zeros(10))
     assert len(step.rows) == 200

@@ -6,7 +6,7 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from polyfed.compute import all_to_device, out_of_memory, precision
+from polyfed.compute import all_to_device, out_of_memory, precision, to_device
 from polyfed.confusion import Counts
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
@@ -46,8 +46,19 @@ def silent(words: str) -> None:
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
     """Write a download into the client's state, in place; the state keeps no reference to the message."""
-    for name, tensor in changes(population, client, state, message, round).items():
-        state[name].copy_(tensor)
+    receive_all([(population, client, state, message)], round)
+
+
+def receive_all(receivers: Iterable[tuple[Population, int, State, Message]], round: int) -> None:
+    """The same for several clients: in a few kernels for all of them, and without waiting for a GPU."""
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for population, client, state, message in receivers:
+        for name, tensor in changes(population, client, state, message, round).items():
+            into, out_of = alike.setdefault((state[name].dtype, tensor.dtype), ([], []))
+            into.append(state[name])
+            out_of.append(to_device(tensor, state[name].device))
+    for into, out_of in alike.values():
+        torch._foreach_copy_(into, out_of)
 
 
 def changes(population: Population, client: int, state: State, message: Message, round: int) -> State:

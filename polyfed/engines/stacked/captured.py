@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from polyfed.compute import capturing
+from polyfed.compute import capturing, first_cause
 from polyfed.engines.stacked.plan import Plan
 from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import InputError
@@ -151,14 +151,6 @@ def reason(error: RuntimeError) -> Exception:
         f"a step of training can't be captured on the GPU ({said}): use --engine sequential, or let the network make "
         "its constants as buffers when it is built."
     )
-
-
-def first_cause(error: RuntimeError) -> BaseException:
-    """What went wrong first in a capture; leaving a failed one raises another error. Too little memory before all."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
-        first, cause = cause, cause.__cause__ or cause.__context__
-    return cause or first
 
 
 def bucket(active: int, full: int) -> int:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from polyfed.engines.stacked.captured import Stream, first_cause, stepped
+from polyfed.compute import finish_gpu_work, first_cause
+from polyfed.engines.stacked.captured import Stream, stepped
 from polyfed.message import State
 
 Work = Callable[[State, Tensor], object]
@@ -55,8 +56,8 @@ class Replays:
         return self._kept[key]
 
     def _drop(self, key: Key) -> None:
-        if self._kept[key].captured and torch.cuda.is_available():
-            torch.cuda.synchronize()  # no graph may be freed while it runs
+        if self._kept[key].captured:
+            finish_gpu_work()
         del self._kept[key]
 
     def failed(self, key: Key, reason: str) -> None:

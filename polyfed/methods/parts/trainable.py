@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -12,8 +12,8 @@ from polyfed.methods.base import Server, Task
 from polyfed.methods.parts.tools import store_vectors
 from polyfed.server.training import FusedSteps, check_finite, train_on_vectors
 
-PrototypeLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From (global prototypes, client prototypes, their classes) to one value per client prototype."""
+PrototypeLoss = Callable[..., Tensor]
+"""From (global prototypes, client prototypes, their classes), and what is given by name, to one value for each."""
 
 
 class TrainablePrototypes(nn.Module):
@@ -58,15 +58,17 @@ def train_prototypes(
     labels: Tensor,
     loss_of: PrototypeLoss,
     fused: FusedSteps | None = None,
+    given: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Train the server's prototypes on a round's client prototypes and keep those that will be sent.
 
-    `fused` may make steps on the same loss for a GPU.
+    `fused` may make steps on the same loss for a GPU. Both are the same in every round; tensors that are not are
+    `given` to them by name.
     """
     prototypes = server.modules["prototypes"].to(server.device)
 
-    def loss(module: nn.Module, chosen: Tensor, classes: Tensor) -> Tensor:
-        return loss_of(module(), chosen, classes)
+    def loss(module: nn.Module, chosen: Tensor, classes: Tensor, **further: Tensor) -> Tensor:
+        return loss_of(module(), chosen, classes, **further)
 
     train_on_vectors(
         prototypes,
@@ -79,6 +81,8 @@ def train_prototypes(
         generator=server.generator("prototypes"),
         work=6 * task.classes * task.feature_size**2,
         fused=fused,
+        given={name: tensor.to(server.device) for name, tensor in (given or {}).items()},
+        kept=server.kept,
         notes=server.notes,
     )
     check_finite(prototypes, "prototypes", server.round, config.server_lr, [vectors])
