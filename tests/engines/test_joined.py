@@ -106,6 +106,24 @@ def test_a_linear_layer_with_relu(used: list[str], rows: tuple[int, ...]) -> Non
     assert used == ["Linear+ReLU"]
 
 
+def test_the_gradient_of_a_linear_layer_with_relu_may_be_differentiated(used: list[str]) -> None:
+    network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)).to(DEVICE)
+    state = {name: random(CLIENTS, *value.shape) for name, value in network.state_dict().items()}
+
+    def length(state: dict[str, Tensor], x: Tensor) -> Tensor:
+        def loss(state: dict[str, Tensor]) -> Tensor:
+            with layers.StackedLayers():
+                return functional_call(network, state, (x,)).sin().sum()
+
+        return sum(part.square().sum() for part in grad(loss)(state).values())  # type: ignore[return-value]
+
+    x = random(CLIENTS, SAMPLES, 5)
+    expected = vmap(grad(length))(state, x)
+    chains.join_layers(network)
+    close(tuple(vmap(grad(length))(state, x).values()), tuple(expected.values()))
+    assert used
+
+
 def test_the_first_of_equal_values_is_the_largest_and_nan_is_larger() -> None:
     x = torch.zeros(1, 4, 4, 1, device=DEVICE)
     x[0, 1, 2] = torch.nan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -387,22 +388,30 @@ class NormedConvolutional(Convolutional):
         self.body.insert(1, nn.BatchNorm2d(4))
 
 
-@pytest.mark.parametrize("network", [Convolutional, NormedConvolutional])
+@pytest.mark.parametrize(
+    ("network", "module", "names"),
+    [
+        (Convolutional, "pooled_kernels", {"convolve", "weight_gradient"}),
+        (NormedConvolutional, "kernels", {"convolve", "weight_gradient", "pool", "unpool"}),
+    ],
+)
 def test_a_federation_on_our_kernels_has_the_numbers_of_the_plain_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: type[nn.Module]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: type[nn.Module], module: str, names: set[str]
 ) -> None:
+    """With convolution, ReLU and pooling as one layer, and with batch norm between them."""
     settings: dict[str, Any] = {
         "models": (network,), "clients": 3, "batch_size": 7, "lr": 0.02, "device": DEVICE, "tf32": False,
         "rounds": 2 if DEVICE == "cuda" else 1,  # without a GPU, kernels are interpreted
         "training": {"momentum": 0.5, "weight_decay": 1e-2},
     }  # fmt: skip
-    kernels, served = layers.kernels(), Counter[str]()
+    assert layers.kernels() is not None
+    kernels, served = import_module(f"polyfed.engines.stacked.{module}"), Counter[str]()
 
     def counted(name: str) -> Callable[..., Any]:
         original = getattr(kernels, name)
         return lambda *given: (served.update([name]), original(*given))[1]
 
-    for name in ("convolve", "weight_gradient", "pool", "unpool"):
+    for name in names:
         monkeypatch.setattr(kernels, name, counted(name))
     monkeypatch.setattr(layers, "on_gpu", lambda x: x.device.type == DEVICE)  # some checks are made on the CPU
     runs = []
@@ -410,7 +419,7 @@ def test_a_federation_on_our_kernels_has_the_numbers_of_the_plain_loop(
         runs.append(support.federation(tmp_path / engine.__name__, "fedproto", engine, **settings))
         runs[-1].run()
         assert bool(served) == (engine is VectorizedEngine)
-    assert set(served) == {"convolve", "weight_gradient", "pool", "unpool"}
+    assert set(served) == names
     assert not [event for event in runs[1].folder.events() if "one after another:" in str(event.get("note"))]
     for client in range(3):
         expected, actual = (run.engine.get_state(client) for run in runs)

@@ -46,15 +46,23 @@ class Linear(Function):
 
 
 class _BeforeReLU(Function):
-    """The gradient before ReLU, and its sum over the rows: the gradient after ReLU, and ReLU's results."""
+    """The gradient before ReLU, and its sum over the rows: the gradient after ReLU, and ReLU's results.
+
+    A method may differentiate a linear layer's gradient.
+    """
 
     @staticmethod
     def forward(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        before = torch.ops.aten.threshold_backward(gradient, y, 0)
+        before = torch.where(y <= 0, 0.0, gradient)
         return before, before.sum(0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.where(ctx.saved_tensors[0] <= 0, 0.0, gradients[0] + gradients[1]), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
