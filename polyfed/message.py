@@ -29,6 +29,8 @@ _DTYPES = {
 """What safetensors calls the usual types, in the order in which it ranks them."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
+_SMALL = 1 << 16
+"""Numbers in a tensor up to which copying it costs little."""
 LARGEST_COUNT = 2**40
 """Nobody has more samples, and up to here sums and products of counts are exact in 64 bits."""
 
@@ -141,10 +143,19 @@ def largest_each(tensors: Sequence[Tensor]) -> list[float]:
         if tensor.numel():
             groups.setdefault((tensor.device, tensor.dtype), []).append(place)
     for places in groups.values():
-        extremes = torch.stack([extreme for place in places for extreme in torch.aminmax(tensors[place])])
-        for place, size in zip(places, extremes.abs().view(-1, 2).amax(1).tolist(), strict=True):
+        extremes = _extremes([tensors[place] for place in places])
+        for place, size in zip(places, extremes.abs().amax(1).tolist(), strict=True):
             found[place] = float(size)
     return found
+
+
+def _extremes(tensors: Sequence[Tensor]) -> Tensor:
+    """The least and the largest value of each of these tensors of one type, none of them empty: [tensors, 2]."""
+    shape = tensors[0].shape
+    if tensors[0].numel() <= _SMALL and all(tensor.shape == shape for tensor in tensors):
+        # Copying small tensors next to each other costs less than looking at each.
+        return torch.stack(torch.aminmax(torch.stack(list(tensors)).flatten(1), dim=1), 1)
+    return torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor)]).view(-1, 2)
 
 
 def _length(entries: Mapping[str, Tensor]) -> int:
@@ -243,7 +254,7 @@ class Schema:
     def check(self, message: Message, unread: Collection[str] = ()) -> None:
         """Raise unless the message has exactly these entries, of these shapes and types, with valid values.
 
-        The values of the tensors named `unread` are not looked at.
+        The values of the entries named `unread` are not looked at.
         """
         sizes: dict[str, int] = {}
         _check_names("tensor", message.tensors, self.tensors)
@@ -260,15 +271,38 @@ class Schema:
         for name, tensor in message.metadata.items():
             entry = self.metadata[name]
             _check_type(name, tensor, torch.int64)
+            _check_shape(name, tensor, (entry.size,) if isinstance(entry, Labels) else entry.shape, sizes)
+            if name in unread:
+                continue
             if isinstance(entry, Labels):
-                _check_shape(name, tensor, (entry.size,), sizes)
                 _check_labels(name, tensor, entry.classes)
             else:
-                _check_shape(name, tensor, entry.shape, sizes)
-                if bool((tensor < 1).any()):
-                    raise BadMessage(f"'{name}' holds a count below 1.")
-                if bool((tensor > LARGEST_COUNT).any()):
-                    raise BadMessage(f"'{name}' holds a count above {LARGEST_COUNT}.")
+                _check_counts(name, tensor)
+
+    def passes(self, messages: Sequence[Message]) -> bool:
+        """Whether `check` passes every one of these messages, whose values are looked at all at once.
+
+        >>> schema = Schema({"prototypes": Floats(("seen", 4))}, {"labels": Labels(10)})
+        >>> sound = Message({"prototypes": torch.zeros(2, 4)}, {"labels": torch.tensor([3, 7])})
+        >>> schema.passes([sound, sound]), schema.passes([sound, Message()])
+        (True, False)
+        """
+        try:
+            for message in messages:
+                self.check(message, unread=(*self.tensors, *self.metadata))
+            for name, entry in self.metadata.items():
+                given = [message.metadata[name].flatten() for message in messages if name in message.metadata]
+                if given and isinstance(entry, Labels):
+                    _check_labels_of(name, given, entry.classes)
+                elif given:
+                    _check_counts(name, torch.cat(given))
+        except BadMessage:
+            return False
+        tensors = [(name, tensor) for message in messages for name, tensor in message.tensors.items()]
+        variances = [tensor.flatten() for name, tensor in tensors if not self.tensors[name].negative]
+        if variances and bool((torch.cat(variances) < 0).any()):
+            return False
+        return all(map(math.isfinite, largest_each([tensor for _, tensor in tensors])))
 
 
 def check_download_metadata(metadata: Mapping[str, Tensor], classes: int) -> None:
@@ -309,10 +343,27 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int | str, ...], sizes:
         raise BadMessage(f"'{name}' has shape {tuple(tensor.shape)}, not {expected}.")
 
 
+def _check_counts(name: str, counts: Tensor) -> None:
+    if bool((counts < 1).any()):
+        raise BadMessage(f"'{name}' holds a count below 1.")
+    if bool((counts > LARGEST_COUNT).any()):
+        raise BadMessage(f"'{name}' holds a count above {LARGEST_COUNT}.")
+
+
 def _check_labels(name: str, labels: Tensor, classes: int) -> None:
+    _check_labels_of(name, [labels], classes)
+
+
+def _check_labels_of(name: str, messages: Sequence[Tensor], classes: int) -> None:
+    """Check the labels of several messages at once."""
+    labels = torch.cat(list(messages))
     if labels.numel() == 0:
         return
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+    low, high = torch.stack(torch.aminmax(labels)).tolist()
+    if low < 0 or high >= classes:
         raise BadMessage(f"'{name}' holds a class outside 0..{classes - 1}.")
+    if len(messages) > 1:  # each message's classes come after those of the one before
+        sizes = torch.tensor([len(own) for own in messages])
+        labels = labels + (classes * torch.arange(len(sizes)).repeat_interleave(sizes)).to(labels.device)
     if bool((labels[1:] <= labels[:-1]).any()):
         raise BadMessage(f"'{name}' is not in ascending order without repetition.")

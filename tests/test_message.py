@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyfed.errors import BadMessage
-from polyfed.message import Counts, Floats, Labels, Message, Schema
+from polyfed.message import Counts, Floats, Labels, Message, Schema, largest_each
 
 DTYPES = [
     torch.float32, torch.int64, torch.float64, torch.bool, torch.float16, torch.bfloat16, torch.int32, torch.uint8,
@@ -187,6 +187,40 @@ def test_the_first_difference_is_named(changes: dict[str, Tensor | None], words:
     metadata = {name: kept.pop(name) for name in ("labels", "counts") if name in kept}
     with pytest.raises(BadMessage, match=words):
         SCHEMA.check(Message(kept, metadata))
+    sound = Message({"vectors": VECTORS}, {"labels": LABELS, "counts": COUNTS})
+    assert SCHEMA.passes([sound, sound, sound])
+    assert not SCHEMA.passes([sound, Message(kept, metadata), sound])
+
+
+@given(st.lists(st.lists(st.integers(-1, 4), max_size=4), max_size=4))
+def test_labels_looked_at_together_pass_if_each_message_passes(labels: list[list[int]]) -> None:
+    """A class of one message is never taken for one of the next: 4 of the first is not 0 of the second."""
+
+    def passes(message: Message) -> bool:
+        try:
+            SCHEMA.check(message)
+        except BadMessage:
+            return False
+        return True
+
+    messages = [
+        Message(
+            {"vectors": torch.ones(len(own), 2)},
+            {"labels": torch.tensor(own, dtype=torch.int64), "counts": torch.ones(len(own), dtype=torch.int64)},
+        )
+        for own in labels
+    ]
+    assert SCHEMA.passes(messages) == all(map(passes, messages))
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3)] * 3, [(2, 3), (0, 3), (1, 3)], [(300, 300)] * 3])
+def test_the_largest_value_of_each_tensor_is_its_own(shapes: list[tuple[int, int]]) -> None:
+    """Beside others of its shape, beside others, and too large to be copied next to others."""
+    tensors = [torch.zeros(shape) for shape in shapes]
+    tensors[0][0, 1], tensors[2][0, 2] = -3.0, math.nan
+    first, second, third = largest_each([*tensors])
+    assert (first, second) == (3.0, 0.0)
+    assert math.isnan(third)
 
 
 def test_a_schema_knows_how_large_a_message_can_be() -> None:
