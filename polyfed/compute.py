@@ -100,6 +100,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     Where several processes share a GPU, every wait lasts until the others have had their turns. A GPU's driver has
     read ordinary memory when this returns, so the tensor may change then; pinned memory must not.
     """
+    if tensor.device == device:
+        return tensor
     return tensor.to(device, non_blocking=device.type == "cuda" and tensor.device.type == "cpu")
 
 

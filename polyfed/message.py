@@ -29,8 +29,6 @@ _DTYPES = {
 """What safetensors calls the usual types, in the order in which it ranks them."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
-_SMALL = 1 << 16
-"""Numbers in a tensor up to which copying it costs little."""
 LARGEST_COUNT = 2**40
 """Nobody has more samples, and up to here sums and products of counts are exact in 64 bits."""
 
@@ -143,19 +141,10 @@ def largest_each(tensors: Sequence[Tensor]) -> list[float]:
         if tensor.numel():
             groups.setdefault((tensor.device, tensor.dtype), []).append(place)
     for places in groups.values():
-        extremes = _extremes([tensors[place] for place in places])
-        for place, size in zip(places, extremes.abs().amax(1).tolist(), strict=True):
+        extremes = torch.stack([extreme for place in places for extreme in torch.aminmax(tensors[place])])
+        for place, size in zip(places, extremes.abs().view(-1, 2).amax(1).tolist(), strict=True):
             found[place] = float(size)
     return found
-
-
-def _extremes(tensors: Sequence[Tensor]) -> Tensor:
-    """The least and the largest value of each of these tensors of one type, none of them empty: [tensors, 2]."""
-    shape = tensors[0].shape
-    if tensors[0].numel() <= _SMALL and all(tensor.shape == shape for tensor in tensors):
-        # Copying small tensors next to each other costs less than looking at each.
-        return torch.stack(torch.aminmax(torch.stack(list(tensors)).flatten(1), dim=1), 1)
-    return torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor)]).view(-1, 2)
 
 
 def _length(entries: Mapping[str, Tensor]) -> int:

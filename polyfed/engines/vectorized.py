@@ -30,6 +30,7 @@ from polyfed.engines.stacked.captured import CapturedStep, Stream, stepped
 from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.layers import trouble
 from polyfed.engines.stacked.plan import Plan
+from polyfed.engines.stacked.receiving import receive_all
 from polyfed.engines.stacked.replays import CohortReplays, Replays
 from polyfed.engines.stacked.round import Afterwards, CohortRound, uploads
 from polyfed.engines.stacked.trial import Trial
@@ -303,10 +304,7 @@ class VectorizedEngine(LocalEngine):
                 self._stacks[key] = stack
         else:
             stacked.copy_states(stack.parts, padded)
-        receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
-        arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
-        for (client, own), message in zip(receivers, arrived, strict=True):
-            local.receive(*self.population.home(client), own, message, round)
+        receive_all(self.population, clients, stack.parts[: len(clients)], downloads, round)
         return stack
 
     def _own(self, clients: list[int], stack: stacked.Stack) -> State:

@@ -274,6 +274,16 @@ class Method:
         """The entries of the client's state that a download changes; by default those of the same names."""
         return dict(message.tensors)
 
+    def receive_all(
+        self, states: Sequence[Mapping[str, Tensor]], messages: Sequence[Message], clients: Sequence[Knowledge]
+    ) -> list[State] | None:
+        """What `receive` gives for each of several clients of one architecture, by operations on all of them at once.
+
+        They may belong to different runs with the same settings. None: `receive` is called for each. It must be None in
+        a subclass with a `receive` of its own.
+        """
+        return None
+
     @property
     def receivable(self) -> tuple[str, ...] | None:
         """What a download may change; None: any entry of a client's state."""

@@ -11,10 +11,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from polyfed.compute import to_device
 from polyfed.errors import InputError
 from polyfed.message import Floats, Message, Schema, State
 from polyfed.methods.base import Knowledge, Method, Reply, Server, Task, Trained, Training
-from polyfed.methods.parts.tools import ClassVectors, class_vectors_schema, mean_by_class, store_vectors
+from polyfed.methods.parts.tools import (
+    ClassVectors,
+    class_vectors_schema,
+    mean_by_class,
+    rows_of_all,
+    store_vectors,
+)
 
 GROWTH_WARNING = 10
 """Stabilisation beyond this round, or rows that can grow beyond this factor: a run should say so."""
@@ -105,6 +112,27 @@ class FedSSA(Method):
         share = self.own_share(client.round)
         rows[labels] = (1 - share if self.config.convex else 1) * received + share * rows[labels]
         return split_rows(state, rows)
+
+    def receive_all(
+        self, states: Sequence[Mapping[str, Tensor]], messages: Sequence[Message], clients: Sequence[Knowledge]
+    ) -> list[State] | None:
+        if type(self).receive is not FedSSA.receive or self.whole:
+            return None
+        sent = [place for place, message in enumerate(messages) if message.tensors]
+        if not sent:
+            return [{} for _ in messages]
+        places = rows_of_all([messages[place].metadata["labels"] for place in sent])
+        rows = torch.stack([head_rows(states[place]) for place in sent])
+        received, before = torch.cat([messages[place].tensors["rows"] for place in sent]), rows[places]
+        held = to_device(torch.stack([clients[place].counts for place in sent]) > 0, rows.device)[places]
+        share = self.own_share(clients[0].round)
+        mixed = (1 - share if self.config.convex else 1) * received + share * before
+        # Without asking which rows are a client's own: whoever asks waits for a GPU.
+        rows.index_put_(places, torch.where(held[:, None], mixed, before))
+        changed: list[State] = [{} for _ in messages]
+        for place, own in zip(sent, rows, strict=True):
+            changed[place] = split_rows(states[place], own)
+        return changed
 
     def own_share(self, round: int) -> float:
         """The weight of a client's own rows in a round (the paper's mu^t); rounds count from 1."""

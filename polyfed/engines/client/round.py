@@ -55,9 +55,14 @@ def changes(population: Population, client: int, state: State, message: Message,
 
     A sentence names no shape of the client's own: a site sends it to a server that may be hostile.
     """
-    method = population.method
     (arrived,) = on_device([message], population.device)
-    changed = method.receive(state, arrived, population.knowledge(client, round))
+    return checked_changes(
+        population.method, state, population.method.receive(state, arrived, population.knowledge(client, round))
+    )
+
+
+def checked_changes(method: Method, state: State, changed: State) -> State:
+    """What a download changes, if the client has all of it and it may be changed."""
     fresh, allowed = method.kept_fresh, method.receivable
     for name, tensor in changed.items():
         if fresh and name.split(".")[0] not in fresh:
