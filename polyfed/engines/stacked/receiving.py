@@ -1,4 +1,4 @@
-"""Downloads of many clients at once: read together where the method can, and written into their states by few kernels."""
+"""Downloads of many clients at once: read together where the method can, written into their states by few kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from polyfed.population import Population
 
 
 def receive_all(
-    population: Population, clients: Sequence[int], states: Sequence[State], downloads: Mapping[int, Message], round: int
+    population: Population,
+    clients: Sequence[int],
+    states: Sequence[State],
+    downloads: Mapping[int, Message],
+    round: int,
 ) -> None:
     """Write the downloads of those clients that have one into their states, in place."""
     receivers = [(client, state) for client, state in zip(clients, states, strict=True) if client in downloads]

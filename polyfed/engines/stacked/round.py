@@ -12,12 +12,12 @@ from torch.nn.utils import get_total_norm
 
 from polyfed.compute import available_cores, compute_threads
 from polyfed.engines.client import round as local
-from polyfed.engines.client.batches import visits
 from polyfed.engines.stacked import passes
 from polyfed.engines.stacked.captured import Stream
 from polyfed.engines.stacked.passes import Collected
 from polyfed.engines.stacked.replays import CohortReplays
 from polyfed.engines.stacked.step import PhaseStep, Stack
+from polyfed.engines.stacked.tables import Table
 from polyfed.message import Message, State, largest
 from polyfed.methods.base import Method, Phase, Trained
 from polyfed.methods.parts.network import ClientNetwork
@@ -43,10 +43,11 @@ class Afterwards:
         round: int,
         say: Callable[[str], None],
         graphs: CohortReplays | None = None,
+        table: Table | None = None,
     ) -> Afterwards:
         """Ask everything that the method wants to know."""
         with torch.no_grad():
-            collected = passes.collect(population, clients, network, state, say, graphs)
+            collected = passes.collect(population, clients, network, state, say, graphs, table)
             inspects = type(population.method).inspect is not Method.inspect
             inspected = passes.inspect(population, clients, network, state) if inspects else {}
             return cls(collected, passes.probe(population, clients, network, state, round), inspected)
@@ -81,6 +82,7 @@ class CohortRound:
     left_out: list[list[Tensor]]
     """The samples of each client that are not visited."""
     after: Afterwards
+    table: Table
 
     def notes(self) -> list[tuple[str, ...]]:
         """For each client, remarks on its samples that are not visited, and the method's own."""
@@ -98,12 +100,11 @@ class CohortRound:
         """How often samples of each class are visited: [clients, classes]."""
         counts = []
         for phase, left_out in zip(self.phases, self.left_out, strict=True):
-            rows = [
-                visits(population, client, phase)
-                - torch.bincount(population.labels[samples], minlength=population.task.classes)
-                for client, samples in zip(self.clients, left_out, strict=True)
-            ]
-            counts.append(torch.stack(rows))
+            visits = self.table.visits(phase)
+            if any(map(len, left_out)):
+                missed = [torch.bincount(population.labels[own], minlength=visits.shape[1]) for own in left_out]
+                visits = visits - torch.stack(missed)
+            counts.append(visits)
         return counts
 
     def seen(self, visited: Sequence[Tensor]) -> list[dict[str, int]]:
