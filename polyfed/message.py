@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from polyfed.compute import all_copied_to_cpu
 from polyfed.errors import BadMessage
 
 State: TypeAlias = dict[str, Tensor]
@@ -110,6 +111,15 @@ class Message:
 
     def _entries(self) -> State:
         return {**self.tensors, **{f"{_METADATA}{name}": tensor for name, tensor in self.metadata.items()}}
+
+
+def snapshots(messages: Sequence[Message]) -> list[Message]:
+    """A snapshot of each of these messages, on the CPU; what is small comes from a GPU in one transfer for all."""
+    parts = [part for message in messages for part in (message.tensors, message.metadata)]
+    plain = [(place, name) for place, part in enumerate(parts) for name, tensor in part.items() if is_plain(tensor)]
+    copies = dict(zip(plain, all_copied_to_cpu([parts[place][name] for place, name in plain]), strict=True))
+    found = [{n: copies.get((place, n), tensor) for n, tensor in part.items()} for place, part in enumerate(parts)]
+    return [Message(tensors, metadata) for tensors, metadata in zip(found[::2], found[1::2], strict=True)]
 
 
 def is_plain(tensor: object) -> bool:

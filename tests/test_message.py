@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyfed.errors import BadMessage
-from polyfed.message import Counts, Floats, Labels, Message, Schema, largest_each
+from polyfed.message import Counts, Floats, Labels, Message, Schema, largest_each, snapshots
 
 DTYPES = [
     torch.float32, torch.int64, torch.float64, torch.bool, torch.float16, torch.bfloat16, torch.int32, torch.uint8,
@@ -137,6 +137,30 @@ def test_a_snapshot_shares_no_storage() -> None:
     assert copy.tensors["w"].tolist() == [1.0] * 3
     assert not copy.tensors["w"].requires_grad
     assert copy.metadata["labels"].tolist() == [1]
+
+
+def test_snapshots_of_many_messages_are_each_ones_own() -> None:
+    """Each with its own values and memory; what is no plain tensor is left to the check."""
+    shared = torch.arange(6.0)
+    sparse = torch.zeros(2).to_sparse()
+    messages = [
+        Message({"a": shared[:2], "b": shared}, {"labels": torch.tensor([1])}),
+        Message(),
+        Message({"a": shared[2:4], "c": sparse}, {"labels": torch.tensor([2, 3])}),
+    ]
+    found = snapshots(messages)
+    assert [same(dict(one.metadata), dict(two.metadata)) for one, two in zip(found, messages, strict=True)] == [
+        True
+    ] * 3
+    assert [list(message.tensors) for message in found] == [["a", "b"], [], ["a", "c"]]
+    assert found[2].tensors["c"] is sparse
+    shared.zero_()
+    assert found[0].tensors["a"].tolist() == [0, 1]
+    assert found[2].tensors["a"].tolist() == [2, 3]
+    places = [
+        tensor.untyped_storage().data_ptr() for m in (found[0], found[2]) for n, tensor in m.tensors.items() if n != "c"
+    ]
+    assert len(set(places)) == 3
 
 
 SCHEMA = Schema(

@@ -120,12 +120,20 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
 
 
 def upload(population: Population, client: int, answer: Trained) -> Message:
-    """What leaves a client: the one door through which every upload passes, whatever the engine."""
+    """What leaves a client, as a copy."""
+    return new_upload(population, client, answer).snapshot(population.method.heavy)
+
+
+def new_upload(population: Population, client: int, answer: Trained) -> Message:
+    """What is about to leave a client: the one door through which every upload passes, whatever the engine.
+
+    It may share memory with the client's state.
+    """
     drawing = replace(answer, generator=population.generator("upload", answer.round, client))
     message = population.method.upload(drawing)
     for step in population.steps:
         message = step(message, answer.round, client)
-    return message.snapshot(population.method.heavy)
+    return message
 
 
 @dataclass
