@@ -34,6 +34,8 @@ class CohortEngine(LocalEngine):
         super().__init__(population, memory_budget=memory_budget)
         self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
         self._stacks: dict[tuple[str, int], stacked.Stack] = {}
+        self._held: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        """Stacks that hold what was just trained: an evaluation need not copy it back from the store."""
         self._streams: dict[str, Stream] = {}
         self._replays = Replays(self._note)
         self._tables = Tables(self.population)
@@ -60,18 +62,23 @@ class CohortEngine(LocalEngine):
 
         `keep`: in tensors that stay, because captured steps work on them.
         """
-        states = [self.store.get(client) for client in clients]
-        padded = states + states[:1] * (self._size(clients) - len(states))
-        key = (self._architecture(clients[0]), len(padded))
-        stack = self._stacks.get(key)
-        if stack is None:
-            stack = stacked.Stack.of(padded)
+        key = (self._architecture(clients[0]), self._size(clients))
+        stack, held = self._stacks.get(key), self._held.pop(key, None)
+        if stack is None or keep or held != self._versions(clients):
+            states = [self.store.get(client) for client in clients]
+            padded = states + states[:1] * (key[1] - len(states))
+            if stack is None:
+                stack = stacked.Stack.of(padded)
+            else:
+                stacked.copy_states(stack.parts, padded)
             if keep:
                 self._stacks[key] = stack
-        else:
-            stacked.copy_states(stack.parts, padded)
         receive_all(self.population, clients, stack.parts[: len(clients)], downloads, round)
         return stack
+
+    def _versions(self, clients: list[int]) -> list[tuple[int, int]]:
+        """Which clients these are, and which of their states."""
+        return [(client, self.store.version(client)) for client in clients]
 
     def _own(self, clients: list[int], stack: stacked.Stack) -> State:
         """The clients' part of their stack, and the numbers that differ between them."""
@@ -123,6 +130,11 @@ class CohortEngine(LocalEngine):
         with self._building:
             return self._build(client)
 
+    def _quiet_network(self, client: int) -> ClientNetwork:
+        """The same in evaluation mode, in which it usually is: setting it takes longer than looking."""
+        network = self._network(client)
+        return network.eval() if any(module.training for module in network.modules()) else network
+
     def _let_go(self) -> None:
         """Free all memory that is only kept to be faster next time."""
         if self.population.device.type == "cuda":
@@ -131,6 +143,7 @@ class CohortEngine(LocalEngine):
         self._replays.clear()
         self._tables.clear()
         self._stacks.clear()
+        self._held.clear()
         self._streams.clear()
         gc.collect()  # a failed capture may have left cycles that hold on to its memory
         if self.population.device.type == "cuda":

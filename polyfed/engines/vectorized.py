@@ -157,7 +157,7 @@ class VectorizedEngine(CohortEngine):
             # One generator for all phases of a client; made only if there is dropout.
             drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
             steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
-            network, own = self._network(clients[0]).eval(), self._own(clients, stack)
+            network, own = self._quiet_network(clients[0]), self._own(clients, stack)
             graphs = self._graphs(clients[0], stack)
             table = self._tables.of(clients)
             after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs, table)
@@ -194,15 +194,16 @@ class VectorizedEngine(CohortEngine):
                 for client, seen in zip(clients, work.seen(visited), strict=True)
             ]
             notes = work.notes()
-            weights = work.weights()
-            losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
-            work.check_weights(weights, round)
+            totals, norm = work.results()  # waits for the GPU, so as late as it can be
+            losses = work.losses(totals, visited, round)
+            work.check_weights(norm, round)
             local.check_statistics(answers, clients, round)
             made = uploads(people, clients, answers, stream)
             messages = [self._within_budget(message, round) for message in made]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)
+            self._held[self._architecture(clients[0]), len(work.stack.parts)] = self._versions(clients)
         stream.join()
         return replies
 
@@ -246,7 +247,7 @@ class VectorizedEngine(CohortEngine):
             stack = self._stack(clients, round, downloads, keep=False)
             own, graphs = self._own(clients, stack), self._graphs(clients[0], stack)
             with local.explained(self.population, clients, f"the evaluation of round {round}"):
-                network = self._network(clients[0]).eval()
+                network = self._quiet_network(clients[0])
                 table = self._tables.of(clients)
                 return stacked.predict(self.population, clients, network, own, self._note, graphs, table)
 

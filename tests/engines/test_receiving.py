@@ -8,7 +8,8 @@ import torch
 
 from polyfed.engines.client import round as local
 from polyfed.engines.client.workbench import state_of
-from polyfed.engines.stacked.receiving import copy_all, receive_all
+from polyfed.engines.stacked.copies import copy_all, copy_states
+from polyfed.engines.stacked.receiving import receive_all
 from polyfed.message import Message, State
 from polyfed.methods.base import Knowledge, Method
 from polyfed.methods.fedproto import FedProto
@@ -122,3 +123,13 @@ def test_rows_belong_to_their_messages() -> None:
     owners, labels = rows_of_all([torch.tensor([2]), torch.zeros(0, dtype=torch.int64), torch.tensor([0, 1])])
     assert owners.tolist() == [0, 2, 2]
     assert labels.tolist() == [2, 0, 1]
+
+
+def test_states_are_copied_by_name_and_client_whatever_their_order() -> None:
+    people = population("fedproto")
+    sources = [state(people, client) for client in CLIENTS]
+    targets = [{name: torch.zeros_like(own[name]) for name in reversed(list(own))} for own in sources]
+    copy_states(targets, sources)
+    for one, two in zip(targets, sources, strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in two)
+    copy_states([], [])

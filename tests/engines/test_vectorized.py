@@ -326,9 +326,9 @@ def test_batches_are_drawn_once_and_ahead_if_it_is_certain_whose(
             happened.append(f"draw {named['round']}")
         return new_plan(*given, **named)
 
-    def wait(self: CohortRound, visited: Any, round: int) -> list[float]:
+    def wait(self: CohortRound, totals: Any, visited: Any, round: int) -> list[float]:
         happened.append(f"wait {round}")
-        return losses(self, visited, round)
+        return losses(self, totals, visited, round)
 
     losses = CohortRound.losses
     monkeypatch.setattr(CohortRound, "losses", wait)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
 
 from polyfed.compute import all_to_device
 from polyfed.engines.client import round as local
+from polyfed.engines.stacked.copies import copy_all
 from polyfed.message import Message, State
 from polyfed.population import Population
 
@@ -50,16 +48,3 @@ def _changes(
             people, own = population.home(client)
             found[place] = local.changes(people, own, state, messages[place], round)
     return [found[place] for place in range(len(receivers))]
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others, in a few kernels for all that are alike."""
-    alike: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        # One that differs from its target in type or order of memory would make PyTorch copy all one by one.
-        kind = target.dtype, source.dtype, source.stride() == target.stride()
-        into, out_of = alike.setdefault(kind, ([], []))
-        into.append(target)
-        out_of.append(source)
-    for into, out_of in alike.values():
-        torch._foreach_copy_(into, out_of)

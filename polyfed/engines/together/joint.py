@@ -132,6 +132,10 @@ class JointStore(ClientStore):
         member, own = self._places[client]
         member.store.put(own, state)
 
+    def version(self, client: int) -> int:
+        member, own = self._places[client]
+        return member.store.version(own)
+
     def has(self, client: int) -> bool:
         member, own = self._places[client]
         return member.store.has(own)
