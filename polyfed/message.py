@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -30,6 +31,8 @@ _DTYPES = {
 """What safetensors calls the usual types, in the order in which it ranks them."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
+_LONGEST_NAMES = 100_000
+"""Characters in all names of a message up to which its length is remembered: a sender chooses them."""
 LARGEST_COUNT = 2**40
 """Nobody has more samples, and up to here sums and products of counts are exact in 64 bits."""
 
@@ -159,14 +162,22 @@ def largest_each(tensors: Sequence[Tensor]) -> list[float]:
 
 def _length(entries: Mapping[str, Tensor]) -> int:
     """The length of `state_bytes`, without building them."""
+    known = tuple((name, tensor.dtype, tensor.shape) for name, tensor in entries.items())
+    short = sum(len(str(name)) for name in entries) <= _LONGEST_NAMES
+    return _length_of(known) if short else _length_of.__wrapped__(known)
+
+
+@lru_cache(256)  # most messages of a run look like an earlier one
+def _length_of(entries: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    """The same from names, types and shapes."""
     if not entries:
         return 0
     # safetensors: an 8-byte length, a JSON header padded to 8 bytes, the tensors sorted by type, then name.
     header: dict[str, object] = {}
     offset = 0
-    for name, tensor in sorted(entries.items(), key=lambda item: (-_RANKS[item[1].dtype], item[0])):
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+    for name, dtype, shape in sorted(entries, key=lambda entry: (-_RANKS[entry[1]], entry[0])):
+        end = offset + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
     return 8 + -(-length // 8) * 8 + offset

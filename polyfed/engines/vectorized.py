@@ -101,9 +101,13 @@ class VectorizedEngine(CohortEngine):
     def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:
         """The clients that can be stacked, or all others, by architecture, in pieces that fit."""
         groups: dict[str, list[int]] = {}
+        stacks: set[str] = set()
         for client in sorted(clients):
-            if (self._reason_for_the_loop(client) is None) == stackable:
-                groups.setdefault(self._architecture(client), []).append(client)
+            name = self._architecture(client)
+            if name not in stacks and self._reason_for_the_loop(client) is None:
+                stacks.add(name)
+            if (name in stacks) == stackable:
+                groups.setdefault(name, []).append(client)
         most = {name: 1 if self._trial.of(group[0]).single else self._limit for name, group in groups.items()}
         return [g[i : i + most[name]] for name, g in groups.items() for i in range(0, len(g), most[name])]
 
