@@ -26,6 +26,7 @@ _LARGEST_PIECE = 32 * 2**20
 """As far as glibc lets M_MMAP_THRESHOLD grow by itself on 64-bit systems."""
 SMALL_TRANSFER = 1 << 18
 """Numbers in a tensor up to which copying it next to others costs less than another transfer."""
+CPU = torch.device("cpu")
 _GRAPHS: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 """Captured graphs that may still be replayed."""
 _CAPTURE = RLock()
@@ -103,6 +104,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     Where several processes share a GPU, every wait lasts until the others have had their turns. A GPU's driver has
     read ordinary memory when this returns, so the tensor may change then; pinned memory must not.
     """
+    if tensor.device == device:
+        return tensor
     return tensor.to(device, non_blocking=device.type == "cuda" and tensor.device.type == "cpu")
 
 
@@ -130,6 +133,22 @@ def _packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors of one type on the device, by one transfer."""
     parts = to_device(torch.cat([each.flatten() for each in tensors]), device).split([t.numel() for t in tensors])
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor on the CPU, with memory of its own; small ones come from a GPU in one transfer.
+
+    Every transfer from a GPU waits for it.
+    """
+    small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.device.type != "cpu" and tensor.numel() <= SMALL_TRANSFER:
+            small.setdefault((tensor.device, tensor.dtype), []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in small.values():
+        for place, part in zip(places, _packed([tensors[place].detach() for place in places], CPU), strict=True):
+            found[place] = part.clone()
+    return [found[i] if i in found else each.detach().to(CPU, copy=True) for i, each in enumerate(tensors)]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -54,8 +54,12 @@ class Score(ABC):
         """One metric of a part's samples, by default by the method's own rule; NaN where it is not known."""
         if metric == "accuracy":
             return self.share(part, rule)
-        known = self.further.get(part, {}).get(rule or self.rules[0], {}).get(metric)
+        known = self.measured(part, rule).get(metric)
         return math.nan if known is None else known
+
+    def measured(self, part: Part = "test", rule: str | None = None) -> Mapping[Metric, float | None]:
+        """The metrics beside accuracy that are known of a part's samples, by default by the method's own rule."""
+        return self.further.get(part, {}).get(rule or self.rules[0], {})
 
     @property
     def largest_class(self) -> float:

@@ -10,12 +10,14 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from polyfed.compute import all_copied_to_cpu
 from polyfed.errors import BadMessage
 
 State: TypeAlias = dict[str, Tensor]
@@ -29,6 +31,8 @@ _DTYPES = {
 """What safetensors calls the usual types, in the order in which it ranks them."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
+_LONGEST_NAMES = 100_000
+"""Characters in all names of a message up to which its length is remembered: a sender chooses them."""
 LARGEST_COUNT = 2**40
 """Nobody has more samples, and up to here sums and products of counts are exact in 64 bits."""
 
@@ -112,6 +116,15 @@ class Message:
         return {**self.tensors, **{f"{_METADATA}{name}": tensor for name, tensor in self.metadata.items()}}
 
 
+def snapshots(messages: Sequence[Message]) -> list[Message]:
+    """A snapshot of each of these messages, on the CPU; what is small comes from a GPU in one transfer for all."""
+    parts = [part for message in messages for part in (message.tensors, message.metadata)]
+    plain = [(place, name) for place, part in enumerate(parts) for name, tensor in part.items() if is_plain(tensor)]
+    copies = dict(zip(plain, all_copied_to_cpu([parts[place][name] for place, name in plain]), strict=True))
+    found = [{n: copies.get((place, n), tensor) for n, tensor in part.items()} for place, part in enumerate(parts)]
+    return [Message(tensors, metadata) for tensors, metadata in zip(found[::2], found[1::2], strict=True)]
+
+
 def is_plain(tensor: object) -> bool:
     """Whether this is a tensor with all its values in memory: not sparse, nested, quantised or on `meta`."""
     return (
@@ -149,14 +162,22 @@ def largest_each(tensors: Sequence[Tensor]) -> list[float]:
 
 def _length(entries: Mapping[str, Tensor]) -> int:
     """The length of `state_bytes`, without building them."""
+    known = tuple((name, tensor.dtype, tensor.shape) for name, tensor in entries.items())
+    short = sum(len(str(name)) for name in entries) <= _LONGEST_NAMES
+    return _length_of(known) if short else _length_of.__wrapped__(known)
+
+
+@lru_cache(256)  # most messages of a run look like an earlier one
+def _length_of(entries: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    """The same from names, types and shapes."""
     if not entries:
         return 0
     # safetensors: an 8-byte length, a JSON header padded to 8 bytes, the tensors sorted by type, then name.
     header: dict[str, object] = {}
     offset = 0
-    for name, tensor in sorted(entries.items(), key=lambda item: (-_RANKS[item[1].dtype], item[0])):
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+    for name, dtype, shape in sorted(entries, key=lambda entry: (-_RANKS[entry[1]], entry[0])):
+        end = offset + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
     return 8 + -(-length // 8) * 8 + offset
@@ -243,7 +264,7 @@ class Schema:
     def check(self, message: Message, unread: Collection[str] = ()) -> None:
         """Raise unless the message has exactly these entries, of these shapes and types, with valid values.
 
-        The values of the tensors named `unread` are not looked at.
+        The values of the entries named `unread` are not looked at.
         """
         sizes: dict[str, int] = {}
         _check_names("tensor", message.tensors, self.tensors)
@@ -260,15 +281,38 @@ class Schema:
         for name, tensor in message.metadata.items():
             entry = self.metadata[name]
             _check_type(name, tensor, torch.int64)
+            _check_shape(name, tensor, (entry.size,) if isinstance(entry, Labels) else entry.shape, sizes)
+            if name in unread:
+                continue
             if isinstance(entry, Labels):
-                _check_shape(name, tensor, (entry.size,), sizes)
                 _check_labels(name, tensor, entry.classes)
             else:
-                _check_shape(name, tensor, entry.shape, sizes)
-                if bool((tensor < 1).any()):
-                    raise BadMessage(f"'{name}' holds a count below 1.")
-                if bool((tensor > LARGEST_COUNT).any()):
-                    raise BadMessage(f"'{name}' holds a count above {LARGEST_COUNT}.")
+                _check_counts(name, tensor)
+
+    def passes(self, messages: Sequence[Message]) -> bool:
+        """Whether `check` passes every one of these messages, whose values are looked at all at once.
+
+        >>> schema = Schema({"prototypes": Floats(("seen", 4))}, {"labels": Labels(10)})
+        >>> sound = Message({"prototypes": torch.zeros(2, 4)}, {"labels": torch.tensor([3, 7])})
+        >>> schema.passes([sound, sound]), schema.passes([sound, Message()])
+        (True, False)
+        """
+        try:
+            for message in messages:
+                self.check(message, unread=(*self.tensors, *self.metadata))
+            for name, entry in self.metadata.items():
+                given = [message.metadata[name].flatten() for message in messages if name in message.metadata]
+                if given and isinstance(entry, Labels):
+                    _check_labels_of(name, given, entry.classes)
+                elif given:
+                    _check_counts(name, torch.cat(given))
+        except BadMessage:
+            return False
+        tensors = [(name, tensor) for message in messages for name, tensor in message.tensors.items()]
+        variances = [tensor.flatten() for name, tensor in tensors if not self.tensors[name].negative]
+        if variances and bool((torch.cat(variances) < 0).any()):
+            return False
+        return all(map(math.isfinite, largest_each([tensor for _, tensor in tensors])))
 
 
 def check_download_metadata(metadata: Mapping[str, Tensor], classes: int) -> None:
@@ -309,10 +353,27 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int | str, ...], sizes:
         raise BadMessage(f"'{name}' has shape {tuple(tensor.shape)}, not {expected}.")
 
 
+def _check_counts(name: str, counts: Tensor) -> None:
+    if bool((counts < 1).any()):
+        raise BadMessage(f"'{name}' holds a count below 1.")
+    if bool((counts > LARGEST_COUNT).any()):
+        raise BadMessage(f"'{name}' holds a count above {LARGEST_COUNT}.")
+
+
 def _check_labels(name: str, labels: Tensor, classes: int) -> None:
+    _check_labels_of(name, [labels], classes)
+
+
+def _check_labels_of(name: str, messages: Sequence[Tensor], classes: int) -> None:
+    """Check the labels of several messages at once."""
+    labels = torch.cat(list(messages))
     if labels.numel() == 0:
         return
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+    low, high = torch.stack(torch.aminmax(labels)).tolist()
+    if low < 0 or high >= classes:
         raise BadMessage(f"'{name}' holds a class outside 0..{classes - 1}.")
+    if len(messages) > 1:  # each message's classes come after those of the one before
+        sizes = torch.tensor([len(own) for own in messages])
+        labels = labels + (classes * torch.arange(len(sizes)).repeat_interleave(sizes)).to(labels.device)
     if bool((labels[1:] <= labels[:-1]).any()):
         raise BadMessage(f"'{name}' is not in ascending order without repetition.")

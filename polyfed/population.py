@@ -86,6 +86,10 @@ class Population:
         """The client's own run and its number there: this one, unless clients of several runs train together."""
         return self, client
 
+    def reader(self, client: int) -> Method:
+        """A method whose settings are the client's; where clients of several runs train together, the same for many."""
+        return self.method
+
     def numbers(self, clients: Sequence[int]) -> dict[str, Tensor]:
         """What differs between these clients' settings, a value for each; within one run, nothing does."""
         return {}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyfed.compute import _packed, all_to_device, capturing, finish_gpu_work, first_cause
+from polyfed.compute import _packed, all_copied_to_cpu, all_to_device, capturing, finish_gpu_work, first_cause
+from tests.engines.pretended import OnGpu, Pretended
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, where work is captured")
@@ -60,6 +61,25 @@ def test_what_all_clients_receive_travels_once(monkeypatch: pytest.MonkeyPatch) 
     assert [tensor.shape for tensor in found] == [(5,), (1,), (5,), (1,)]
     assert found[0] is found[2] and found[1] is not found[3]
     assert sorted(moved) == [2, 5]
+
+
+def test_copies_come_from_a_gpu_in_one_transfer_for_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floats of 2 + 3 numbers together, the large one by itself, labels, and what is on the CPU already."""
+    monkeypatch.setattr("polyfed.compute.SMALL_TRANSFER", 3)
+    moved: list[int] = []
+
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        moved.append(tensor.numel())
+        return tensor.to(device)
+
+    monkeypatch.setattr("polyfed.compute.to_device", to_device)
+    given = [torch.tensor([1.0, 2.0]), torch.tensor([7]), torch.arange(4.0), torch.ones(3, 1), torch.tensor([5.0])]
+    with Pretended():
+        found = all_copied_to_cpu([*(OnGpu(tensor) for tensor in given[:-1]), given[-1]])
+    assert sorted(moved) == [1, 5]
+    for one, other in zip(found, given, strict=True):
+        assert type(one) is torch.Tensor and torch.equal(one, other)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in [*found, *given]}) == 2 * len(given)
 
 
 def test_tensors_on_the_cpu_stay_the_same_objects() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyfed.errors import BadMessage
-from polyfed.message import Counts, Floats, Labels, Message, Schema
+from polyfed.message import Counts, Floats, Labels, Message, Schema, largest_each, snapshots
 
 DTYPES = [
     torch.float32, torch.int64, torch.float64, torch.bool, torch.float16, torch.bfloat16, torch.int32, torch.uint8,
@@ -139,6 +139,30 @@ def test_a_snapshot_shares_no_storage() -> None:
     assert copy.metadata["labels"].tolist() == [1]
 
 
+def test_snapshots_of_many_messages_are_each_ones_own() -> None:
+    """Each with its own values and memory; what is no plain tensor is left to the check."""
+    shared = torch.arange(6.0)
+    sparse = torch.zeros(2).to_sparse()
+    messages = [
+        Message({"a": shared[:2], "b": shared}, {"labels": torch.tensor([1])}),
+        Message(),
+        Message({"a": shared[2:4], "c": sparse}, {"labels": torch.tensor([2, 3])}),
+    ]
+    found = snapshots(messages)
+    assert [same(dict(one.metadata), dict(two.metadata)) for one, two in zip(found, messages, strict=True)] == [
+        True
+    ] * 3
+    assert [list(message.tensors) for message in found] == [["a", "b"], [], ["a", "c"]]
+    assert found[2].tensors["c"] is sparse
+    shared.zero_()
+    assert found[0].tensors["a"].tolist() == [0, 1]
+    assert found[2].tensors["a"].tolist() == [2, 3]
+    places = [
+        tensor.untyped_storage().data_ptr() for m in (found[0], found[2]) for n, tensor in m.tensors.items() if n != "c"
+    ]
+    assert len(set(places)) == 3
+
+
 SCHEMA = Schema(
     {
         "vectors": Floats(("seen", 2)),
@@ -187,6 +211,39 @@ def test_the_first_difference_is_named(changes: dict[str, Tensor | None], words:
     metadata = {name: kept.pop(name) for name in ("labels", "counts") if name in kept}
     with pytest.raises(BadMessage, match=words):
         SCHEMA.check(Message(kept, metadata))
+    sound = Message({"vectors": VECTORS}, {"labels": LABELS, "counts": COUNTS})
+    assert SCHEMA.passes([sound, sound, sound])
+    assert not SCHEMA.passes([sound, Message(kept, metadata), sound])
+
+
+@given(st.lists(st.lists(st.integers(-1, 4), max_size=4), max_size=4))
+def test_labels_looked_at_together_pass_if_each_message_passes(labels: list[list[int]]) -> None:
+    """A class of one message is never taken for one of the next: 4 of the first is not 0 of the second."""
+
+    def passes(message: Message) -> bool:
+        try:
+            SCHEMA.check(message)
+        except BadMessage:
+            return False
+        return True
+
+    messages = [
+        Message(
+            {"vectors": torch.ones(len(own), 2)},
+            {"labels": torch.tensor(own, dtype=torch.int64), "counts": torch.ones(len(own), dtype=torch.int64)},
+        )
+        for own in labels
+    ]
+    assert SCHEMA.passes(messages) == all(map(passes, messages))
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3)] * 3, [(2, 3), (0, 3), (1, 3)]])
+def test_the_largest_value_of_each_tensor_is_its_own(shapes: list[tuple[int, int]]) -> None:
+    tensors = [torch.zeros(shape) for shape in shapes]
+    tensors[0][0, 1], tensors[2][0, 2] = -3.0, math.nan
+    first, second, third = largest_each([*tensors])
+    assert (first, second) == (3.0, 0.0)
+    assert math.isnan(third)
 
 
 def test_a_schema_knows_how_large_a_message_can_be() -> None:

@@ -12,41 +12,32 @@ which; both are noted once.
 
 from __future__ import annotations
 
-import gc
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import TypeVar
 
 import torch
 
-from polyfed.compute import beside, finish_gpu_work, free_gpu_memory
+from polyfed.compute import beside
 from polyfed.engines import stacked
-from polyfed.engines.base import LocalEngine
 from polyfed.engines.client import round as local
 from polyfed.engines.client.probing import probe_sizes
 from polyfed.engines.client.workbench import Workbench
-from polyfed.engines.stacked.captured import CapturedStep, Stream, stepped
-from polyfed.engines.stacked.drawer import Drawer
-from polyfed.engines.stacked.layers import trouble
+from polyfed.engines.cohorts import CohortEngine
 from polyfed.engines.stacked.plan import Plan
-from polyfed.engines.stacked.replays import CohortReplays, Replays
 from polyfed.engines.stacked.round import Afterwards, CohortRound, uploads
-from polyfed.engines.stacked.trial import Trial
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Phase, Reply, Trained
-from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
 Result = TypeVar("Result")
 
 LARGEST_COHORT = 256
-KEPT_STEPS = 128
-"""Captured steps that are kept for later rounds; the least recently used is dropped first."""
 
 
-class VectorizedEngine(LocalEngine):
+class VectorizedEngine(CohortEngine):
     """Clients of one architecture train as one batched network on one device."""
 
     name = "vectorized"
@@ -54,25 +45,7 @@ class VectorizedEngine(LocalEngine):
     def __init__(self, population: Population, *, memory_budget: int | None = None) -> None:
         super().__init__(population, memory_budget=memory_budget)
         self._bench = Workbench(self._empty_network)
-        self._steps: OrderedDict[tuple[str, int, str], CapturedStep] = OrderedDict()
-        self._stacks: dict[tuple[str, int], stacked.Stack] = {}
-        self._streams: dict[str, Stream] = {}
-        self._replays = Replays(self._note)
-        # The store is looked up when it is needed: a subclass may have another one.
-        self._trial = Trial(
-            self.population, self._network, lambda client: self.store.get(client), self._width, self.notes.append
-        )
-        self._drawer = Drawer(self.population, self._trial, self._width, self._size)
         self._limit = LARGEST_COHORT
-        self._apart = True
-        """Architectures have streams of their own."""
-        self._owners = Counter(architecture.name for architecture in population.architectures.values())
-        self._longest: dict[str, int] = {}
-        for client, own in population.data.items():
-            name = population.architectures[client].name
-            self._longest[name] = max(self._longest.get(name, 0), len(own.train))
-        if population.device.type == "cuda" and trouble():
-            self.notes.append(f"convolutions are slower than they could be: our kernels can't run here ({trouble()})")
 
     def train(
         self,
@@ -128,18 +101,19 @@ class VectorizedEngine(LocalEngine):
     def _cohorts(self, clients: Iterable[int], *, stackable: bool) -> list[list[int]]:
         """The clients that can be stacked, or all others, by architecture, in pieces that fit."""
         groups: dict[str, list[int]] = {}
+        stacks: set[str] = set()
         for client in sorted(clients):
-            if (self._reason_for_the_loop(client) is None) == stackable:
-                groups.setdefault(self._architecture(client), []).append(client)
+            name = self._architecture(client)
+            if name not in stacks and self._reason_for_the_loop(client) is None:
+                stacks.add(name)
+            if (name in stacks) == stackable:
+                groups.setdefault(name, []).append(client)
         most = {name: 1 if self._trial.of(group[0]).single else self._limit for name, group in groups.items()}
         return [g[i : i + most[name]] for name, g in groups.items() for i in range(0, len(g), most[name])]
 
     def _reason_for_the_loop(self, client: int) -> str | None:
         """Why the plain loop trains clients of this architecture, or None."""
         return self._trial.of(client).reason
-
-    def _architecture(self, client: int) -> str:
-        return self.population.architectures[client].name
 
     def _train_side_by_side(
         self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
@@ -187,10 +161,11 @@ class VectorizedEngine(LocalEngine):
             # One generator for all phases of a client; made only if there is dropout.
             drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
             steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
-            network, own = self._network(clients[0]).eval(), self._own(clients, stack)
+            network, own = self._quiet_network(clients[0]), self._own(clients, stack)
             graphs = self._graphs(clients[0], stack)
-            after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs)
-            return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after)
+            table = self._tables.of(clients)
+            after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs, table)
+            return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after, table)
 
     @property
     def _present(self) -> int:
@@ -223,15 +198,16 @@ class VectorizedEngine(LocalEngine):
                 for client, seen in zip(clients, work.seen(visited), strict=True)
             ]
             notes = work.notes()
-            weights = work.weights()
-            losses = work.losses(visited, round)  # waits for the GPU, so as late as it can be
-            work.check_weights(weights, round)
+            totals, norm = work.results()  # waits for the GPU, so as late as it can be
+            losses = work.losses(totals, visited, round)
+            work.check_weights(norm, round)
             local.check_statistics(answers, clients, round)
             made = uploads(people, clients, answers, stream)
             messages = [self._within_budget(message, round) for message in made]
             replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
             # Last: a cohort that has run out of memory is tried again from its old states.
             self._keep(clients, parts)
+            self._held[self._architecture(clients[0]), len(work.stack.parts)] = self._versions(clients)
         stream.join()
         return replies
 
@@ -275,8 +251,9 @@ class VectorizedEngine(LocalEngine):
             stack = self._stack(clients, round, downloads, keep=False)
             own, graphs = self._own(clients, stack), self._graphs(clients[0], stack)
             with local.explained(self.population, clients, f"the evaluation of round {round}"):
-                network = self._network(clients[0]).eval()
-                return stacked.predict(self.population, clients, network, own, self._note, graphs)
+                network = self._quiet_network(clients[0])
+                table = self._tables.of(clients)
+                return stacked.predict(self.population, clients, network, own, self._note, graphs, table)
 
     def _evaluations(self, work: stacked.Predicted, round: int) -> dict[int, Evaluation]:
         """Wait for a cohort's predictions, and count them."""
@@ -286,78 +263,7 @@ class VectorizedEngine(LocalEngine):
         stream.join()
         return scores
 
-    # Memory and shapes ------------------------------------------------------------------------------------------------
-
-    def _stack(self, clients: list[int], round: int, downloads: Mapping[int, Message], *, keep: bool) -> stacked.Stack:
-        """The clients' states after their downloads, stacked and padded with copies of the first client.
-
-        `keep`: in tensors that stay, because captured steps work on them.
-        """
-        states = [self.store.get(client) for client in clients]
-        padded = states + states[:1] * (self._size(clients) - len(states))
-        key = (self._architecture(clients[0]), len(padded))
-        stack = self._stacks.get(key)
-        if stack is None:
-            stack = stacked.Stack.of(padded)
-            if keep:
-                self._stacks[key] = stack
-        else:
-            stacked.copy_states(stack.parts, padded)
-        receivers = [(client, own) for client, own in zip(clients, stack.parts, strict=False) if client in downloads]
-        arrived = local.on_device([downloads[client] for client, _ in receivers], self.population.device)
-        given = zip(receivers, arrived, strict=True)
-        local.receive_all(((*self.population.home(client), own, message) for (client, own), message in given), round)
-        return stack
-
-    def _own(self, clients: list[int], stack: stacked.Stack) -> State:
-        """The clients' part of their stack, and the numbers that differ between them."""
-        state = {name: tensor[: len(clients)] for name, tensor in stack.state.items()}
-        return state | self.population.numbers(clients)
-
-    def _size(self, clients: list[int]) -> int:
-        """The size a cohort is padded to, so that few different shapes occur over many rounds."""
-        count = len(clients)
-        if self.population.device.type != "cuda" or count <= 4:
-            return count
-        if count == self._owners[self._architecture(clients[0])]:
-            return count
-        return stepped(count)
-
-    def _width(self, client: int) -> int:
-        """Samples in a batch: no more than any client of the architecture has."""
-        return min(self.population.training.batch_size, self._longest[self._architecture(client)])
-
-    def _captured(self, client: int, state: State, phase: Phase) -> CapturedStep:
-        name = self._architecture(client)
-        key = (name, len(next(iter(state.values()))), phase.name)
-        if key not in self._steps:
-            exact = self._trial.of(client).exact(key[1], phase)
-            numbers = self.population.numbers([client] * key[1])
-            step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact, numbers=numbers)
-            most = phase.epochs * -(-self._longest[name] // self._width(client))
-            self._steps[key] = CapturedStep(step, self._stream(client), most)
-            while len(self._steps) > KEPT_STEPS:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        return self._steps[key]
-
-    def _stream(self, client: int) -> Stream:
-        name = self._architecture(client) if self._apart else "all"
-        if name not in self._streams:
-            self._streams[name] = Stream(self.population.device)
-        return self._streams[name]
-
-    def _graphs(self, client: int, stack: stacked.Stack) -> CohortReplays | None:
-        """Where passes of a cohort are captured: on a GPU, if its stack is one that stays."""
-        name, stream = self._architecture(client), self._stream(client)
-        if stream.cuda is None or self._stacks.get((name, len(stack.parts))) is not stack:
-            return None
-        return CohortReplays(self._replays, name, stack.state, stream)
-
-    def _network(self, client: int) -> ClientNetwork:
-        """The architecture's network, around which states are laid; phases set its modules' modes."""
-        with self._building:
-            return self._build(client)
+    # Memory -----------------------------------------------------------------------------------------------------------
 
     def _fitting(self, clients: list[int], work: Callable[[list[int]], Result]) -> Iterator[Result]:
         """Do the work for all clients at once, or in smaller and smaller cohorts until they fit into memory."""
@@ -386,15 +292,3 @@ class VectorizedEngine(LocalEngine):
             )
         for part in (clients[:half], clients[half:]):
             yield from self._fitting(part, work)
-
-    def _let_go(self) -> None:
-        """Free all memory that is only kept to be faster next time."""
-        if self.population.device.type == "cuda":
-            finish_gpu_work()
-        self._steps.clear()
-        self._replays.clear()
-        self._stacks.clear()
-        self._streams.clear()
-        gc.collect()  # a failed capture may have left cycles that hold on to its memory
-        if self.population.device.type == "cuda":
-            free_gpu_memory()

@@ -297,6 +297,16 @@ class Method:
         """The entries of the client's state that a download changes; by default those of the same names."""
         return dict(message.tensors)
 
+    def receive_all(
+        self, states: Sequence[Mapping[str, Tensor]], messages: Sequence[Message], clients: Sequence[Knowledge]
+    ) -> list[State] | None:
+        """What `receive` gives for each of several clients of one architecture, by operations on all of them at once.
+
+        They may belong to different runs with the same settings. None: `receive` is called for each. It must be None in
+        a subclass with a `receive` of its own.
+        """
+        return None
+
     @property
     def receivable(self) -> tuple[str, ...] | None:
         """What a download may change; None: any entry of a client's state."""
@@ -355,9 +365,11 @@ class Method:
     def certain(self, messages: Sequence[Message]) -> Sequence[bool]:
         """For each of these uploads, whether `check` would certainly pass it; all others are checked one by one.
 
-        For a method whose `heavy` tensors are on a GPU: looking at all of them there takes hardly longer than at one.
+        Looking at all of them at once takes hardly longer than looking at one, all the more on a GPU. By default one
+        that is not sound leaves nothing certain.
         """
-        return [False] * len(messages)
+        known = type(self).check is Method.check  # one of its own may refuse more
+        return [known and self.agreed_schema.passes(messages)] * len(messages)
 
     def sized(self, message: Message) -> Mapping[str, Tensor]:
         """The tensors whose largest values are compared with what is usual; by default all that an upload carries."""

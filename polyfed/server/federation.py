@@ -26,7 +26,7 @@ from polyfed.records.states import misfit
 from polyfed.seeds import numpy_generator
 from polyfed.server.records import client_rows, evaluation_rows, message_shapes
 from polyfed.server.replies import MOST_SAMPLES, Door
-from polyfed.server.scores import ACCURACIES, Best, Progress, about_balance, further_means
+from polyfed.server.scores import SCORES, Best, Progress, about_balance
 from polyfed.server.watcher import Interrupted, Watcher
 
 __all__ = ["Federation", "Interrupted", "Watcher"]
@@ -315,7 +315,7 @@ class Federation:
         self, number: int, latest: Mapping[int, Score], trained: Collection[int]
     ) -> dict[str, float]:
         if not latest:
-            return {**dict.fromkeys(ACCURACIES, math.nan), **further_means({})}
+            return dict.fromkeys(SCORES, math.nan)
         participants = {client: score for client, score in latest.items() if client in trained}
         elapsed = self.progress.totals.get("simulated_seconds", math.nan)
         table = evaluation_rows(number, latest, participants, elapsed)
@@ -328,7 +328,7 @@ class Federation:
             self.folder.add_confusion(confusion.rows(number, counts))
         elif self.config.confusion == "ends" and self.progress.federation.best_validation_round == number:
             self.progress.best_confusion = counts
-        return {name: test[name] for name in (*ACCURACIES, *further_means({}))}
+        return {name: test[name] for name in SCORES}
 
     def _checkpoint_is_due(self, number: int) -> bool:
         if number == self.config.rounds:

@@ -18,19 +18,22 @@ def evaluation_rows(
     number: int, latest: Mapping[int, Score], participants: Mapping[int, Score], elapsed: float
 ) -> dict[tuple[Part, str], dict[str, Any]]:
     """By part and rule, the accuracy over all clients and over a round's participants."""
-    return {
-        (part, rule): {
-            "round": number,
-            "part": part,
-            "rule": rule,
-            **summarise(latest, part, rule),
-            "accuracy_participants": summarise(participants, part, rule)["accuracy_mean"],
-            "simulated_seconds": elapsed,
-            **further_means(latest, part, rule),
-        }
-        for part in PARTS
-        for rule in next(iter(latest.values())).rules
-    }
+    rows: dict[tuple[Part, str], dict[str, Any]] = {}
+    for part in PARTS:
+        for rule in next(iter(latest.values())).rules:
+            overall = summarise(latest, part, rule)
+            # Where all take part, theirs is the mean over all.
+            own = overall if participants.keys() == latest.keys() else summarise(participants, part, rule)
+            rows[part, rule] = {
+                "round": number,
+                "part": part,
+                "rule": rule,
+                **overall,
+                "accuracy_participants": own["accuracy_mean"],
+                "simulated_seconds": elapsed,
+                **further_means(latest, part, rule),
+            }
+    return rows
 
 
 def client_rows(profiles: Mapping[int, Profile], progress: Progress) -> list[dict[str, Any]]:

@@ -16,6 +16,8 @@ from polyfed.metrics import FURTHER
 from polyfed.server.replies import Sizes
 
 ACCURACIES = ("accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst_decile")
+SCORES = (*ACCURACIES, *(f"{metric}_mean" for metric in FURTHER))
+"""What an evaluated round's record says about all clients."""
 
 
 def summarise(scores: Mapping[int, Score], part: Part, rule: str) -> dict[str, float]:
@@ -24,17 +26,16 @@ def summarise(scores: Mapping[int, Score], part: Part, rule: str) -> dict[str, f
     The worst decile is the mean of the worst tenth of the clients, at least one. Without samples all are NaN, and the
     weighted mean is if a client does not tell how many it has.
     """
-    shares = {client: score.share(part, rule) for client, score in scores.items()}
-    present = [client for client, share in shares.items() if not math.isnan(share)]
+    shares = [(score.share(part, rule), score) for score in scores.values()]
+    present = [(share, score.counts(part, rule)) for share, score in shares if not math.isnan(share)]
     if not present:
         return dict.fromkeys(ACCURACIES, math.nan)
-    accuracies = np.sort([shares[client] for client in present])
-    counts = [scores[client].counts(part, rule) for client in present]
-    told = [each for each in counts if each is not None]
-    correct, samples = (sum(each[place] for each in told) for place in (0, 1))
+    accuracies = np.sort([share for share, _ in present])
+    told = [counts for _, counts in present if counts is not None]
+    correct, samples = map(sum, zip(*told, strict=True)) if told else (0, 0)
     return {
         "accuracy_mean": float(accuracies.mean()),
-        "accuracy_weighted": correct / samples if len(told) == len(counts) else math.nan,
+        "accuracy_weighted": correct / samples if len(told) == len(present) else math.nan,
         "accuracy_std": float(accuracies.std()),
         "accuracy_worst_decile": float(accuracies[: max(1, len(accuracies) // 10)].mean()),
     }
@@ -42,7 +43,9 @@ def summarise(scores: Mapping[int, Score], part: Part, rule: str) -> dict[str, f
 
 def further_means(scores: Mapping[int, Score], part: Part = "test", rule: str | None = None) -> dict[str, float]:
     """The metrics beside accuracy, each the plain mean over the clients for which it is known."""
-    return {f"{metric}_mean": _mean(s.measure(metric, part, rule) for s in scores.values()) for metric in FURTHER}
+    measured = [score.measured(part, rule) for score in scores.values()]
+    known = {metric: [value for own in measured if (value := own.get(metric)) is not None] for metric in FURTHER}
+    return {f"{metric}_mean": _mean(values) for metric, values in known.items()}
 
 
 def about_balance(scores: Mapping[int, Score], classes: int) -> dict[str, Any]:

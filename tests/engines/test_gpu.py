@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from polyfed.engines import SequentialEngine, VectorizedEngine
-from polyfed.engines.client import round as local
 from polyfed.engines.stacked import replays
 from polyfed.engines.stacked.captured import WORTH_A_SHAPE, Stream
+from polyfed.engines.stacked.receiving import receive_all
 from polyfed.message import Message
 from polyfed.methods.base import Reply
 from polyfed.server.replies import Door, Sizes
@@ -205,8 +205,7 @@ def test_downloads_arrive_without_waiting() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        arrived = local.on_device([message] * 3, people.device)
-        local.receive_all([(people, i, states[i], arrived[i]) for i in range(3)], 2)
+        receive_all(people, range(3), states, dict.fromkeys(range(3), message), 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for state in states:

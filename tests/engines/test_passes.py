@@ -133,3 +133,35 @@ def test_remarks_are_those_that_apply_to_each_client() -> None:
     found = {"odd": torch.tensor([False, True, False]), "large": torch.tensor([False, True, True])}
     assert passes.remarks(found, 3) == [(), ("odd", "large"), ("large",)]
     assert passes.remarks({}, 2) == [(), ()]
+
+
+def test_what_was_just_trained_is_evaluated_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the clients that were trained last, in their last states, and once: an evaluation might change them."""
+    people = support.population("standalone", models=(support.Wide,), clients=4)
+    engine = VectorizedEngine(people)
+    copied: list[int] = []
+    copy_states = stacked_package.copy_states
+
+    def counted(targets: Any, sources: Any) -> None:
+        copied.append(len(targets))
+        copy_states(targets, sources)
+
+    monkeypatch.setattr(stacked_package, "copy_states", counted)
+
+    def scores(clients: list[int]) -> tuple[Any, bool]:
+        copied.clear()
+        found = engine.evaluate(clients, 1)
+        return {client: score.confusion for client, score in found.items()}, bool(copied)
+
+    engine.train(1, {client: Message() for client in range(4)})
+    first, again, some = scores([0, 1, 2, 3]), scores([0, 1, 2, 3]), scores([2, 3])
+    assert [moved for _, moved in (first, again)] == [False, True]
+    assert first[0] == again[0] and some[0] == {client: first[0][client] for client in (2, 3)}
+    engine.train(2, {client: Message() for client in range(4)})
+    other = VectorizedEngine(people).first_state(0)
+    engine.set_state(1, other)
+    changed, moved = scores([0, 1, 2, 3])
+    assert moved
+    alone = VectorizedEngine(people)
+    alone.set_state(1, other)
+    assert changed[1] == alone.evaluate([1], 1)[1].confusion

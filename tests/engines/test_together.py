@@ -91,6 +91,7 @@ def test_a_loss_or_a_probe_may_depend_on_the_learning_rate(tmp_path: Path, metho
         ("pfedes", [{"weight": 0.1}, {"weight": 0.5, "proxy_lr": 0.2}, {"weight": 0.3}]),
         ("fedclassavg", [{"weight": 0.1, "temperature": 0.1}, {"weight": 1.0, "temperature": 0.5}]),
         ("fedgen", [{"label_weight": 1.0}, {"label_weight": 10.0}]),
+        ("fedssa", [{"history": 0.2}, {"history": 0.9}]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

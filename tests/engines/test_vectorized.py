@@ -16,11 +16,11 @@ import torch
 from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine
 from polyfed.engines import stacked as stacked_package
-from polyfed.engines.client.round import receive_all
 from polyfed.engines.stacked import drawer, passes
 from polyfed.engines.stacked import round as stacked_round
 from polyfed.engines.stacked.captured import Stream, reason
 from polyfed.engines.stacked.plan import new_plan
+from polyfed.engines.stacked.receiving import receive_all
 from polyfed.engines.stacked.round import CohortRound
 from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import DivergedError, InputError
@@ -38,8 +38,7 @@ def test_downloads_of_several_clients_arrive_together() -> None:
     people = support.population("lg-fedavg")
     states = [{name: tensor.clone() for name, tensor in people.new_network(0).state_dict().items()} for _ in range(2)]
     sent = [torch.full((4,), 1.0), torch.full((4,), 2.0, dtype=torch.float64)]
-    given = [(people, i, states[i], Message({"model.head.bias": bias})) for i, bias in enumerate(sent)]
-    receive_all(given, 1)
+    receive_all(people, [0, 1], states, {i: Message({"model.head.bias": bias}) for i, bias in enumerate(sent)}, 1)
     sent[0].zero_()
     assert [state["model.head.bias"].tolist() for state in states] == [[1.0] * 4, [2.0] * 4]
     assert states[1]["model.head.bias"].dtype == torch.float32
@@ -340,9 +339,9 @@ def test_batches_are_drawn_once_and_ahead_if_it_is_certain_whose(
             happened.append(f"draw {named['round']}")
         return new_plan(*given, **named)
 
-    def wait(self: CohortRound, visited: Any, round: int) -> list[float]:
+    def wait(self: CohortRound, totals: Any, visited: Any, round: int) -> list[float]:
         happened.append(f"wait {round}")
-        return losses(self, visited, round)
+        return losses(self, totals, visited, round)
 
     losses = CohortRound.losses
     monkeypatch.setattr(CohortRound, "losses", wait)

@@ -6,7 +6,7 @@ This is the reference for every engine: a plain PyTorch loop over one client's b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,19 +46,8 @@ def silent(words: str) -> None:
 
 def receive(population: Population, client: int, state: State, message: Message, round: int) -> None:
     """Write a download into the client's state, in place; the state keeps no reference to the message."""
-    receive_all([(population, client, state, message)], round)
-
-
-def receive_all(receivers: Iterable[tuple[Population, int, State, Message]], round: int) -> None:
-    """The same for several clients: in a few kernels for all of them, and without waiting for a GPU."""
-    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for population, client, state, message in receivers:
-        for name, tensor in changes(population, client, state, message, round).items():
-            into, out_of = alike.setdefault((state[name].dtype, tensor.dtype), ([], []))
-            into.append(state[name])
-            out_of.append(to_device(tensor, state[name].device))
-    for into, out_of in alike.values():
-        torch._foreach_copy_(into, out_of)
+    for name, tensor in changes(population, client, state, message, round).items():
+        state[name].copy_(to_device(tensor, state[name].device))
 
 
 def changes(population: Population, client: int, state: State, message: Message, round: int) -> State:
@@ -66,9 +55,14 @@ def changes(population: Population, client: int, state: State, message: Message,
 
     A sentence names no shape of the client's own: a site sends it to a server that may be hostile.
     """
-    method = population.method
     (arrived,) = on_device([message], population.device)
-    changed = method.receive(state, arrived, population.knowledge(client, round))
+    return checked_changes(
+        population.method, state, population.method.receive(state, arrived, population.knowledge(client, round))
+    )
+
+
+def checked_changes(method: Method, state: State, changed: State) -> State:
+    """What a download changes, if the client has all of it and it may be changed."""
     fresh, allowed = method.kept_fresh, method.receivable
     for name, tensor in changed.items():
         if fresh and name.split(".")[0] not in fresh:
@@ -126,12 +120,20 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
 
 
 def upload(population: Population, client: int, answer: Trained) -> Message:
-    """What leaves a client: the one door through which every upload passes, whatever the engine."""
+    """What leaves a client, as a copy."""
+    return new_upload(population, client, answer).snapshot(population.method.heavy)
+
+
+def new_upload(population: Population, client: int, answer: Trained) -> Message:
+    """What is about to leave a client: the one door through which every upload passes, whatever the engine.
+
+    It may share memory with the client's state.
+    """
     drawing = replace(answer, generator=population.generator("upload", answer.round, client))
     message = population.method.upload(drawing)
     for step in population.steps:
         message = step(message, answer.round, client)
-    return message.snapshot(population.method.heavy)
+    return message
 
 
 @dataclass

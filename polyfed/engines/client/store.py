@@ -6,7 +6,7 @@ A client that never took part has no state yet and costs nothing. The store is s
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class ClientStore:
         self._device = device
         self._states: OrderedDict[int, State] = OrderedDict()
         self._sizes: dict[int, int] = {}
+        self._versions: Counter[int] = Counter()
         self._spilled: set[int] = set()
         self._bytes = 0
         self._folder: ScratchFolder | None = None
@@ -68,15 +69,24 @@ class ClientStore:
     def put(self, client: int, state: State) -> None:
         """Keep the client's state; it belongs to the store from now on."""
         with self._lock:
+            self._versions[client] += 1
+            self.changed.add(client)
+            if self._states.get(client) is state:  # its room, so it is as large as before
+                self._states.move_to_end(client)
+                return
             if client in self._states:
                 self._remove(client)
             self._states[client] = state
             self._spilled.discard(client)
             self._sizes[client] = state_size(state)
             self._bytes += self._sizes[client]
-            self.changed.add(client)
             while self._bytes > self._budget and len(self._states) > 1:
                 self._spill(next(iter(self._states)))
+
+    def version(self, client: int) -> int:
+        """How often the client's state was put here; as long as this stays the same, the state does."""
+        with self._lock:
+            return self._versions[client]
 
     def has(self, client: int) -> bool:
         """Whether the client has its own state, because it has trained or was restored."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from polyfed.compute import to_device
 from polyfed.confusion import Counts
@@ -18,11 +17,12 @@ from polyfed.engines.client.round import silent, smaller_batches
 from polyfed.engines.stacked.numbers import numbers_of, on
 from polyfed.engines.stacked.replays import CohortReplays
 from polyfed.engines.stacked.step import StackedApplied, for_each
+from polyfed.engines.stacked.tables import Table, padded_rows
 from polyfed.evaluation import PARTS, Evaluation, Part
 from polyfed.message import State
 from polyfed.methods.base import Batch
 from polyfed.methods.parts.network import Applied, ClientNetwork
-from polyfed.methods.parts.statistics import ClassStatistics, group_covariances, means_from_sums
+from polyfed.methods.parts.statistics import ClassStatistics, group_covariances
 from polyfed.metrics import auc, margins
 from polyfed.population import Population
 
@@ -32,11 +32,6 @@ CAPTURED_SHARE = 8
 """A captured pass has one of so many parts of these samples, because its memory is not freed afterwards."""
 USUAL_MEMORY = 40 * 2**30
 """Of a GPU; one with more gets more samples at once."""
-
-
-def padded_rows(samples: Sequence[Tensor]) -> Tensor:
-    """Sample numbers of several clients as one table, −1 where a client has fewer."""
-    return pad_sequence(list(samples), batch_first=True, padding_value=-1)
 
 
 @cache
@@ -115,30 +110,32 @@ def collect(
     state: State,
     say: Callable[[str], None] = silent,
     graphs: CohortReplays | None = None,
+    table: Table | None = None,
 ) -> Collected | None:
     """Queue the method's class statistics of all clients' training samples, if it wants any."""
     wanted = population.method.collect
     if wanted is None:
         return None
-    rows = to_device(padded_rows([population.data[client].train for client in clients]), population.device)
-    parts = in_chunks(population, network, state, rows, wanted.of, say, graphs, wanted.of)
-    vectors = torch.cat([part for _, part in parts if isinstance(part, Tensor)], 1).flatten(0, 1)
+    table = table or Table(population, clients)
+    parts = in_chunks(population, network, state, table.trained, wanted.of, say, graphs, wanted.of)
+    vectors = joined([part for _, part in parts if isinstance(part, Tensor)]).flatten(0, 1)
     classes, groups = population.task.classes, len(clients) * population.task.classes
-    owner = torch.arange(len(clients), device=rows.device)[:, None]
-    group = owner * classes + population.dataset.labels[rows.clamp(min=0)]
-    group = torch.where(rows >= 0, group, groups).flatten()  # padding is a separate group
-    sums = torch.zeros(groups + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)
-    sums.index_add_(0, group, vectors.double())
-    counts = torch.stack([population.counts[client] for client in clients])
-    found = means_from_sums(sums[:-1], counts.flatten())
+    sums = torch.zeros(groups + 1, vectors.shape[-1], dtype=torch.float64, device=vectors.device)  # and of padding
+    sums.index_add_(0, table.groups, vectors.double())
+    (held, counts), (own, divisors) = table.holdings, table.divisors
+    means = (sums[own] / divisors).float()
     covariances: Sequence[Tensor | None] = [None] * len(clients)
-    seen = (counts > 0).sum(1).tolist()
     if wanted.covariance:
-        ordered = vectors[group.argsort(stable=True)[: int(counts.sum())]]
-        number = torch.arange(len(found.counts)).repeat_interleave(found.counts)
-        away = ordered - found.means[to_device(number, vectors.device)]
-        covariances = group_covariances(away, found.counts).split(seen)
-    return Collected(replace(found, labels=found.labels % classes), seen, covariances)
+        ordered = vectors[table.groups.argsort(stable=True)[: int(counts.sum())]]
+        number = torch.arange(len(counts)).repeat_interleave(counts)
+        away = ordered - means[to_device(number, vectors.device)]
+        covariances = group_covariances(away, counts).split(table.seen)
+    return Collected(ClassStatistics(held % classes, counts, means), table.seen, covariances)
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Results of all clients for some of their samples, and then for others, as one table; of one piece, that one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 1)
 
 
 def probe(
@@ -146,8 +143,10 @@ def probe(
 ) -> list[State | None]:
     """What the method's probe finds for each client; None for those with too few samples."""
     wanted = population.method.probe
+    if wanted is None:
+        return [None] * len(clients)
     samples = [probe_samples(population, client, round) for client in clients]
-    if wanted is None or not any(len(study) for study, _ in samples):
+    if not any(len(study) for study, _ in samples):
         return [None] * len(clients)
     # Not with our own kernels, which have no rule for forward mode.
     applied = Applied(network, lambda net, *parts: ask(wanted, net, Batch(*parts[:3]), Batch(*parts[3:])))
@@ -194,11 +193,11 @@ def predict(
     state: State,
     say: Callable[[str], None] = silent,
     graphs: CohortReplays | None = None,
+    table: Table | None = None,
 ) -> Predicted:
     """Queue the predictions of all clients' test and validation samples, in one pass over both."""
-    data, two = [population.data[client] for client in clients], population.task.classes == 2
-    parts = [padded_rows([getattr(own, part) for own in data]) for part in PARTS]
-    rows = to_device(torch.cat(parts, 1), population.device)
+    table, two = table or Table(population, clients), population.task.classes == 2
+    rows = table.tested
 
     def decide(net: ClientNetwork, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
         found = population.method.predict(net, x)
@@ -215,10 +214,9 @@ def predict(
     if not columns:  # nobody has samples of either part
         rules = own_rules(population, clients[:1], network, state)
         columns, preferred = ({rule: [rows] for rule in rules if known} for known in (True, two))
-    true = torch.where(rows >= 0, population.dataset.labels[rows.clamp(min=0)], -1)
-    found = [torch.cat(own, 1) for own in (*columns.values(), *preferred.values())]
+    found = [joined(own) for own in (*columns.values(), *preferred.values())]
     # One table, so that it comes from a GPU in one transfer.
-    return Predicted(clients, list(columns), [part.shape[1] for part in parts], torch.stack([true, *found]))
+    return Predicted(clients, list(columns), table.widths, torch.stack([table.true, *found]))
 
 
 def own_rules(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from polyfed.compute import available_cores, compute_threads
+from polyfed.compute import available_cores, compute_threads, to_device
 from polyfed.engines.client import round as local
-from polyfed.engines.client.batches import visits
 from polyfed.engines.stacked import passes
 from polyfed.engines.stacked.captured import Stream
 from polyfed.engines.stacked.passes import Collected
 from polyfed.engines.stacked.replays import CohortReplays
 from polyfed.engines.stacked.step import PhaseStep, Stack
-from polyfed.message import Message, State, largest
+from polyfed.engines.stacked.tables import Table
+from polyfed.message import Message, State, largest, snapshots
 from polyfed.methods.base import Method, Phase, Trained
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.methods.parts.statistics import ClassStatistics, means_from_sums
@@ -43,10 +44,11 @@ class Afterwards:
         round: int,
         say: Callable[[str], None],
         graphs: CohortReplays | None = None,
+        table: Table | None = None,
     ) -> Afterwards:
         """Ask everything that the method wants to know."""
         with torch.no_grad():
-            collected = passes.collect(population, clients, network, state, say, graphs)
+            collected = passes.collect(population, clients, network, state, say, graphs, table)
             inspects = type(population.method).inspect is not Method.inspect
             inspected = passes.inspect(population, clients, network, state) if inspects else {}
             return cls(collected, passes.probe(population, clients, network, state, round), inspected)
@@ -57,7 +59,12 @@ def uploads(
 ) -> Iterator[Message]:
     """What leaves the clients of a cohort, one after another, or several at once if the method says so."""
     homes = [population.home(client) for client in clients]
-    if not population.method.uploads_in_threads:
+    method = population.method
+    if not method.uploads_in_threads and not method.heavy:
+        made_by_all = [local.new_upload(*home, answer) for home, answer in zip(homes, answers, strict=True)]
+        yield from snapshots(made_by_all)  # moved from a GPU together
+        return
+    if not method.uploads_in_threads:
         yield from (local.upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
         return
 
@@ -81,6 +88,7 @@ class CohortRound:
     left_out: list[list[Tensor]]
     """The samples of each client that are not visited."""
     after: Afterwards
+    table: Table
 
     def notes(self) -> list[tuple[str, ...]]:
         """For each client, remarks on its samples that are not visited, and the method's own."""
@@ -98,12 +106,11 @@ class CohortRound:
         """How often samples of each class are visited: [clients, classes]."""
         counts = []
         for phase, left_out in zip(self.phases, self.left_out, strict=True):
-            rows = [
-                visits(population, client, phase)
-                - torch.bincount(population.labels[samples], minlength=population.task.classes)
-                for client, samples in zip(self.clients, left_out, strict=True)
-            ]
-            counts.append(torch.stack(rows))
+            visits = self.table.visits(phase)
+            if any(map(len, left_out)):
+                missed = [torch.bincount(population.labels[own], minlength=visits.shape[1]) for own in left_out]
+                visits = visits - torch.stack(missed)
+            counts.append(visits)
         return counts
 
     def seen(self, visited: Sequence[Tensor]) -> list[dict[str, int]]:
@@ -121,16 +128,26 @@ class CohortRound:
                     tracked[i] = tracked[i] or means_from_sums(sums, seen)
         return tracked
 
-    def weights(self) -> Tensor:
-        """The norm of everything trained, in few kernels; it is not finite if training has diverged."""
+    def results(self) -> tuple[list[list[float]], float]:
+        """For each phase, the sum of each client's losses; and the norm of everything trained.
+
+        It waits for the GPU, once for all of them.
+        """
+        size, device = len(self.clients), next(iter(self.stack.state.values())).device
+        totals = [step.total[:size] for step in self.steps]
+        *found, norm = torch.cat([*totals, to_device(self._norm(), device)[None]]).tolist()
+        return [found[start : start + size] for start in range(0, len(found), size)], norm
+
+    def _norm(self) -> Tensor:
+        """In few kernels; it is not finite if training has diverged."""
         return get_total_norm([tensor for phase in self.phases for tensor in self._trained(phase).values()])
 
-    def check_weights(self, norm: Tensor, round: int) -> None:
-        """Raise if what `weights` found is not finite; only then is the client and phase looked for.
+    def check_weights(self, norm: float, round: int) -> None:
+        """Raise if the norm of everything trained is not finite; only then is the client and phase looked for.
 
         None is found if only the norm is too large for a float.
         """
-        if bool(norm.isfinite()):
+        if math.isfinite(norm):
             return
         for i, client in enumerate(self.clients):
             for phase in self.phases:
@@ -146,13 +163,13 @@ class CohortRound:
             if local.is_trained(name, tensor, phase) and not any(local.is_trained(name, tensor, p) for p in later)
         }
 
-    def losses(self, visited: Sequence[Tensor], round: int) -> list[float]:
-        """Each client's mean loss in the first phase that trains its model. This waits for the GPU."""
+    def losses(self, totals: Sequence[Sequence[float]], visited: Sequence[Tensor], round: int) -> list[float]:
+        """Each client's mean loss in the first phase that trains its model, from the sums of its losses."""
         losses = []
-        for phase, step, counts in zip(self.phases, self.steps, visited, strict=True):
-            samples, totals = counts.sum(1).tolist(), step.total.tolist()[: len(self.clients)]
-            for client, total, seen in zip(self.clients, totals, samples, strict=True):
+        for phase, sums, counts in zip(self.phases, totals, visited, strict=True):
+            samples = counts.sum(1).tolist()
+            for client, total, seen in zip(self.clients, sums, samples, strict=True):
                 local.check_loss(total, seen, client, round, phase.name)
             if "model" in phase.trains:
-                losses.append([t / n if n else float("nan") for t, n in zip(totals, samples, strict=True)])
+                losses.append([t / n if n else float("nan") for t, n in zip(sums, samples, strict=True)])
         return losses[0] if losses else [float("nan")] * len(self.clients)

@@ -69,18 +69,6 @@ class Stack:
         return cls(state, [{name: column[i] for name, column in columns.items()} for i in range(len(states))])
 
 
-def copy_states(targets: Sequence[State], sources: Sequence[State]) -> None:
-    """Copy states into others, in a few kernels for all tensors of one type."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        for name, tensor in target.items():
-            into, out_of = by_dtype.setdefault(tensor.dtype, ([], []))
-            into.append(tensor)
-            out_of.append(source[name])
-    for into, out_of in by_dtype.values():
-        torch._foreach_copy_(into, out_of)
-
-
 class PhaseStep:
     """One step of one phase for a whole cohort: batch, loss, gradient, update, in place on stacked tensors.
 

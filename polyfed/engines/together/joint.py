@@ -65,6 +65,18 @@ class JoinedPopulation(Population):
     def home(self, client: int) -> tuple[Population, int]:
         return self.homes[client]
 
+    def reader(self, client: int) -> Method:
+        return self._readers[id(self.homes[client][0])]
+
+    @cached_property
+    def _readers(self) -> dict[int, Method]:
+        """By run, the method of the first one with the same settings."""
+        runs = {id(people): people.method for people, _ in self.homes.values()}
+        return {
+            run: next(m for m in runs.values() if (m.config, m.training) == (own.config, own.training))
+            for run, own in runs.items()
+        }
+
     def numbers(self, clients: Sequence[int]) -> State:
         key = tuple(clients)
         if self.values and key not in self._placed:  # kept, because moving values to a GPU waits for it
@@ -119,6 +131,10 @@ class JointStore(ClientStore):
     def put(self, client: int, state: State) -> None:
         member, own = self._places[client]
         member.store.put(own, state)
+
+    def version(self, client: int) -> int:
+        member, own = self._places[client]
+        return member.store.version(own)
 
     def has(self, client: int) -> bool:
         member, own = self._places[client]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from polyfed.methods.parts.tools import (
     cross_entropy,
     distance,
     known_vectors,
+    store_all,
     store_vectors,
 )
 
@@ -54,6 +55,22 @@ class PrototypeMethod(Method):
         if not message.tensors:
             return own
         return own | store_vectors(state, "prototypes", message.tensors["prototypes"], message.metadata["labels"])
+
+    def receive_all(
+        self, states: Sequence[Mapping[str, Tensor]], messages: Sequence[Message], clients: Sequence[Knowledge]
+    ) -> list[State] | None:
+        if type(self).receive is not PrototypeMethod.receive:
+            return None
+        own = torch.stack([client.counts for client in clients]) > 0
+        changed: list[State] = [{"prototypes.own": each} for each in own]
+        sent = [place for place, message in enumerate(messages) if message.tensors]
+        if sent:
+            vectors = [messages[place].tensors["prototypes"] for place in sent]
+            labels = [messages[place].metadata["labels"] for place in sent]
+            stored = store_all([states[place] for place in sent], "prototypes", vectors, labels)
+            for place, entries in zip(sent, stored, strict=True):
+                changed[place] |= entries
+        return changed
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:
         features = net.features(batch.x)

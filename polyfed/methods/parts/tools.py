@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from polyfed.compute import to_device
 from polyfed.errors import BadMessage
 from polyfed.losses import cross_entropy as cross_entropy
 from polyfed.message import Counts, Floats, Labels, Message, Schema, State
@@ -171,10 +172,37 @@ def known_vectors(server_state: Mapping[str, Tensor], name: str) -> Message:
 
 def store_vectors(state: Mapping[str, Tensor], name: str, vectors: Tensor, labels: Tensor) -> State:
     """The entries of a `ClassVectors` module's state after it received vectors for some classes."""
-    if len(vectors) != len(labels):
-        raise BadMessage(f"there are {len(vectors)} vectors for {len(labels)} classes.")
+    _check_rows(vectors, labels)
     kept, known = state[f"{name}.vectors"], state[f"{name}.known"]
     return {
         f"{name}.vectors": kept.index_copy(0, labels, vectors.to(kept)),
         f"{name}.known": known.index_fill(0, labels, True),
     }
+
+
+def store_all(
+    states: Sequence[Mapping[str, Tensor]], name: str, vectors: Sequence[Tensor], labels: Sequence[Tensor]
+) -> list[State]:
+    """The same for several clients at once."""
+    for own, classes in zip(vectors, labels, strict=True):
+        _check_rows(own, classes)
+    places = rows_of_all(labels)
+    kept, known = (torch.stack([state[f"{name}.{part}"] for state in states]) for part in ("vectors", "known"))
+    kept.index_put_(places, torch.cat(list(vectors)).to(kept))
+    known.index_put_(places, known.new_ones(()))
+    return [{f"{name}.vectors": own, f"{name}.known": seen} for own, seen in zip(kept, known, strict=True)]
+
+
+def rows_of_all(labels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Where the rows of several messages belong in a table [messages, classes, …]: their messages and their classes.
+
+    >>> rows_of_all([torch.tensor([0, 3]), torch.tensor([1])])
+    (tensor([0, 0, 1]), tensor([0, 3, 1]))
+    """
+    owners = [owner for owner, own in enumerate(labels) for _ in range(len(own))]
+    return to_device(torch.tensor(owners, dtype=torch.int64), labels[0].device), torch.cat(list(labels))
+
+
+def _check_rows(vectors: Tensor, labels: Tensor) -> None:
+    if len(vectors) != len(labels):
+        raise BadMessage(f"there are {len(vectors)} vectors for {len(labels)} classes.")

@@ -1,0 +1,52 @@
+"""What is kept of a cohort's samples between rounds: each row is its client's, in the order that was asked for."""
+
+import pytest
+import torch
+
+from polyfed.engines.client.batches import visits
+from polyfed.engines.stacked.tables import Table, Tables
+from tests import support
+
+PEOPLE = support.population("fedproto", models=(support.Wide,), clients=5, classes_per_client=2)
+
+
+@pytest.mark.parametrize("clients", [(0, 1, 2), (3, 0), (4,)])
+def test_every_row_is_of_its_client(clients: tuple[int, ...]) -> None:
+    table = Table(PEOPLE, clients)
+    classes, labels = PEOPLE.task.classes, PEOPLE.dataset.labels
+    (phase,) = PEOPLE.method.phases()
+    first, _ = table.widths
+    groups = table.groups.view_as(table.trained)
+    for row, client in enumerate(clients):
+        own = PEOPLE.data[client]
+        assert [sample for sample in table.trained[row].tolist() if sample >= 0] == own.train.tolist()
+        test, validation = table.tested[row, :first], table.tested[row, first:]
+        assert [sample for sample in test.tolist() if sample >= 0] == own.test.tolist()
+        assert [sample for sample in validation.tolist() if sample >= 0] == own.validation.tolist()
+        assert table.true[row, : len(own.test)].tolist() == labels[own.test].tolist()
+        assert set(table.true[row, len(own.test) : first].tolist()) <= {-1}
+        assert groups[row, : len(own.train)].tolist() == (row * classes + labels[own.train]).tolist()
+        assert set(groups[row, len(own.train) :].tolist()) <= {len(clients) * classes}
+        assert table.visits(phase)[row].tolist() == visits(PEOPLE, client, phase).tolist()
+        assert table.counts[row].tolist() == PEOPLE.counts[client].tolist()
+    held, counts = table.holdings
+    assert torch.equal(table.counts.flatten()[held], counts)
+    assert sum(table.seen) == len(held)
+
+
+def test_tables_are_kept_by_clients_and_order() -> None:
+    tables = Tables(PEOPLE)
+    assert tables.of([0, 1]) is tables.of([0, 1])
+    assert tables.of([0, 1]) is not tables.of([1, 0])
+    assert tables.of([1, 0]).trained[0].tolist() == tables.of([0, 1]).trained[1].tolist()
+
+
+def test_no_more_than_some_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Table(PEOPLE, [0]).samples
+    monkeypatch.setattr("polyfed.engines.stacked.tables.MOST_KEPT", 2 * size + size // 2)
+    tables = Tables(PEOPLE)
+    first = tables.of([0])
+    tables.of([1])
+    assert tables.of([0]) is first
+    tables.of([2])
+    assert tables.of([0]) is not first
