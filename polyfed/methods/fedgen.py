@@ -54,7 +54,7 @@ class FedGen(Method):
         if "labels" not in message.metadata:
             return dict(message.tensors)
         known = torch.zeros_like(state["generator.known"])
-        known[message.metadata["labels"]] = True
+        known.index_fill_(0, message.metadata["labels"], True)  # a value that is assigned lets a GPU be waited for
         return {**message.tensors, "generator.known": known, "generator.weights": self.weights(client.round)}
 
     def weights(self, round: int) -> Tensor:

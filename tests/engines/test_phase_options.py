@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "views": {"views": 2, "loss": contrasted},
     "draw": {"draw": weights, "loss": noisy},
     "bounds": {"bounds": {"model.head.bias": (-0.01, 0.01)}},
+    "unclipped": {"unclipped": ("model",)},
     "part": {"part": (0.25, 0.75)},
     "augment": {"augment": False},
     "first_round": {"first_round": 2},
@@ -80,7 +81,11 @@ def trained(tmp_path: Path, engine: Any, changes: dict[str, Any]) -> tuple[list[
     seen: dict[int, Any] = {}
     method = type("Varied", (Varied,), {"changes": changes, "tracked": seen})
     run = support.federation(
-        tmp_path / engine.__name__, method, engine, classes_per_client=1, training={"augment": True, "epochs": 2}
+        tmp_path / engine.__name__,
+        method,
+        engine,
+        classes_per_client=1,
+        training={"augment": True, "epochs": 2, "clip": 0.5},
     )
     run.run()
     notes = [event["note"] for event in run.folder.events() if event["event"] == "note"]

@@ -206,7 +206,13 @@ def learned(name: str, device: torch.device = CPU, *, anew: bool = False) -> lis
     return found
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+INTERPRETED = pytest.param(
+    True,
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels are not interpreted"),
+)
+
+
+@pytest.mark.parametrize("kernels", [INTERPRETED, False])
 def test_fedtgp_learns_the_same_with_kept_steps(
     calls: list[Again], monkeypatch: pytest.MonkeyPatch, kernels: bool
 ) -> None:
