@@ -63,7 +63,10 @@ def compared(network: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("channels", "out", "kernel", "height", "width"),
-    [(3, 16, (5, 5), 12, 12), (8, 20, (3, 3), 5, 6), (1, 6, (2, 4), 9, 8), (5, 33, (1, 1), 4, 5), (2, 4, (3, 2), 4, 3)],
+    [
+        (3, 16, (5, 5), 12, 12), (8, 20, (3, 3), 5, 6), (1, 6, (2, 4), 9, 8), (5, 33, (1, 1), 4, 5),
+        (2, 4, (3, 2), 4, 3), (32, 64, (1, 1), 2, 2),
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize("order", ["pool first", "relu first", "no relu"])
 def test_a_convolution_with_pooling(
