@@ -64,9 +64,13 @@ def compared(network: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("channels", "out", "kernel", "height", "width"),
     [
-        (3, 16, (5, 5), 12, 12), (8, 20, (3, 3), 5, 6), (1, 6, (2, 4), 9, 8), (5, 33, (1, 1), 4, 5),
-        (2, 4, (3, 2), 4, 3), (32, 64, (1, 1), 2, 2),
-    ],  # fmt: skip
+        (3, 16, (5, 5), 12, 12),
+        (8, 20, (3, 3), 5, 6),
+        (1, 6, (2, 4), 9, 8),
+        (5, 33, (1, 1), 4, 5),
+        (2, 4, (3, 2), 4, 3),
+        (32, 64, (1, 1), 2, 2),
+    ],
 )
 @pytest.mark.parametrize("order", ["pool first", "relu first", "no relu"])
 def test_a_convolution_with_pooling(
@@ -183,6 +187,37 @@ def test_a_layer_that_others_watch_is_called_by_itself(used: list[str]) -> None:
     with layers.StackedLayers():
         network(random(SAMPLES, 3))
     assert (seen, used) == ([1], ["Linear+ReLU"])
+
+
+def test_a_hook_on_all_modules_sees_every_layer(used: list[str]) -> None:
+    seen: list[str] = []
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(DEVICE)
+    chains.join_layers(network)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    with hook, layers.StackedLayers():
+        network(random(SAMPLES, 3))
+    assert (seen, used) == (["Linear", "ReLU", "Sequential"], [])
+
+
+def test_a_layer_with_a_forward_of_its_own_is_called(used: list[str]) -> None:
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()).to(DEVICE)
+    network[0].forward = lambda x: torch.full((len(x), 4), 7.0, device=DEVICE)
+    network[3].forward = lambda x: x + 1
+    x = random(SAMPLES, 3)
+    expected = network(x)
+    chains.join_layers(network)
+    with layers.StackedLayers():
+        close((network(x),), (expected,))
+    assert used == []
+
+
+def test_a_sequence_is_still_called_as_before(used: list[str]) -> None:
+    """Its argument has a name."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(DEVICE)
+    x = random(SAMPLES, 3)
+    expected = network(input=x)
+    chains.join_layers(network)
+    close((network(input=x),), (expected,))
 
 
 def test_layers_of_a_sequence_that_are_called_one_by_one_are_not_joined(used: list[str]) -> None:
