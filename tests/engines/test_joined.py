@@ -131,6 +131,28 @@ def test_the_gradient_of_a_linear_layer_with_relu_may_be_differentiated(used: li
     assert used
 
 
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_network_may_use_vmap_itself(used: list[str], relu: bool) -> None:
+    """Inside and outside of a gradient: our kernels read memory, which a tensor of several levels does not have."""
+    heads, x = (random(CLIENTS, 4, 5, 3), random(CLIENTS, 4, 5)), random(CLIENTS, SAMPLES, 3)
+
+    def layer(weight: Tensor, bias: Tensor, x: Tensor, ours: bool) -> Tensor:
+        y = layers.linear(x, weight, bias, relu) if ours else nn.functional.linear(x, weight, bias)
+        assert y is not None
+        return (y.relu() if relu else y).sin()
+
+    def inside(weight: Tensor, bias: Tensor, x: Tensor, ours: bool) -> Tensor:
+        return vmap(layer, (0, 0, None, None))(weight, bias, x, ours).sum()
+
+    def outside(weight: Tensor, bias: Tensor, x: Tensor, ours: bool) -> tuple[Tensor, ...]:
+        one = grad(lambda *given: layer(*given, ours).sum(), (0, 1, 2))
+        return vmap(one, (0, 0, None))(weight, bias, x)  # type: ignore[no-any-return]
+
+    for way in (grad(inside, (0, 1, 2)), outside):
+        found, expected = (vmap(way, (0, 0, 0, None))(*heads, x, ours) for ours in (True, False))
+        close(found, expected)
+
+
 def test_the_first_of_equal_values_is_the_largest_and_nan_is_larger() -> None:
     x = torch.zeros(1, 4, 4, 1, device=DEVICE)
     x[0, 1, 2] = torch.nan
