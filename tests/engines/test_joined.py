@@ -113,6 +113,22 @@ def test_a_linear_layer_with_relu(used: list[str], rows: tuple[int, ...]) -> Non
     assert used == ["Linear+ReLU"]
 
 
+def test_a_linear_layer_of_very_many_rows_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes more than 65535 programs only along the first axis; a layer may be applied to every pixel."""
+    linears, grids = joined._kernels("linear"), []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_: None
+
+    monkeypatch.setattr(linears, "_add_bias", Launched())
+    linears.add_bias(torch.empty(2, 1, 64).expand(2, 5_000_000, 64), torch.zeros(2, 64), relu=False)
+    ((first, *others),) = grids
+    assert first * linears.ROWS * linears.COLUMNS >= 5_000_000 * 64
+    assert max(others) < 65536
+
+
 def test_the_gradient_of_a_linear_layer_with_relu_may_be_differentiated(used: list[str]) -> None:
     network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)).to(DEVICE)
     state = {name: random(CLIENTS, *value.shape) for name, value in network.state_dict().items()}
