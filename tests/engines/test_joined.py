@@ -96,6 +96,29 @@ def test_the_network_of_the_papers_is_joined_in_four_places(used: list[str]) -> 
     assert used == ["Conv2d+MaxPool2d+ReLU"] * 2 + ["Linear+ReLU"] * 2
 
 
+@pytest.mark.parametrize("trained", ["0.weight", "0.bias"])
+@pytest.mark.parametrize(
+    ("first", "second", "shape"), [(nn.Conv2d(2, 3, 2), nn.MaxPool2d(2), (2, 5, 5)), (nn.Linear(3, 4), nn.ReLU(), (3,))]
+)
+def test_a_layer_of_which_only_a_part_trains(
+    used: list[str], first: nn.Module, second: nn.Module, shape: tuple[int, ...], trained: str
+) -> None:
+    """All clients have the same images, and the rest of the layer; so `vmap` does not see these as many."""
+    network = nn.Sequential(first, second).to(DEVICE)
+    rest, x = dict(network.state_dict()), random(SAMPLES, *shape)
+    own = random(CLIENTS, *rest.pop(trained).shape)
+
+    def loss(own: Tensor) -> Tensor:
+        with layers.StackedLayers():
+            return functional_call(network, {trained: own, **rest}, (x,)).sin().sum()
+
+    expected = vmap(grad(loss))(own)
+    chains.join_layers(network)
+    close((vmap(grad(loss))(own),), (expected,))
+    assert used != []
+    assert "apart" not in used
+
+
 def test_gradients_in_several_parts(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights' gradients are sums over parts of the windows, in several steps each, and over blocks of parts."""
     monkeypatch.setattr(pooled_kernels, "SUMS", 32)
@@ -214,6 +237,24 @@ def test_relu_gives_no_gradient_to_zero_and_lets_nan_through() -> None:
 )
 def test_other_layers_stay_apart(used: list[str], sequence: list[nn.Module]) -> None:
     compared(nn.Sequential(*sequence), random(CLIENTS, SAMPLES, 3, 8, 8))
+    assert used == ["apart"]
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8, 8), (3, 8, 8)])
+def test_no_images_and_a_single_one_are_left_to_pytorch(used: list[str], shape: tuple[int, ...]) -> None:
+    network, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.ReLU()).to(DEVICE), random(*shape)
+    expected = network(x)
+    chains.join_layers(network)
+    with layers.StackedLayers():
+        close((network(x),), (expected,))
+    assert used == ["apart"]
+
+
+def test_images_without_a_window_have_pytorchs_error(used: list[str]) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.ReLU()).to(DEVICE)
+    chains.join_layers(network)
+    with layers.StackedLayers(), pytest.raises(RuntimeError, match="too small"):
+        network(random(SAMPLES, 3, 3, 8))
     assert used == ["apart"]
 
 
