@@ -327,6 +327,22 @@ def test_what_follows_may_change_results_in_place(used: list[str]) -> None:
     assert used == ["Conv2d+MaxPool2d"]
 
 
+def test_results_may_be_viewed_in_another_shape(used: list[str]) -> None:
+    """Channels come last in memory, which a network need not know."""
+
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layers(x)
+            return y.view(len(y), -1).sin() + y.view_as(y.flatten(1))
+
+    compared(Viewed(), random(CLIENTS, SAMPLES, 3, 6, 6))
+    assert used == ["Conv2d+MaxPool2d"]
+
+
 def test_one_client_without_vmap(used: list[str]) -> None:
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5), nn.ReLU())
     network, x = network.to(DEVICE), random(SAMPLES, 3, 8, 8)
