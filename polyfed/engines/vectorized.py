@@ -111,6 +111,10 @@ class VectorizedEngine(CohortEngine):
         most = {name: 1 if self._trial.of(group[0]).single else self._limit for name, group in groups.items()}
         return [g[i : i + most[name]] for name, g in groups.items() for i in range(0, len(g), most[name])]
 
+    def _longest_first(self, clients: list[int]) -> list[int]:
+        """The order of clients in a stack: those that have finished a phase come last."""
+        return sorted(clients, key=lambda client: -len(self.population.data[client].train))
+
     def _reason_for_the_loop(self, client: int) -> str | None:
         """Why the plain loop trains clients of this architecture, or None."""
         return self._trial.of(client).reason
@@ -152,7 +156,7 @@ class VectorizedEngine(CohortEngine):
 
     def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> CohortRound:
         """Queue all that a cohort trains in this round, without waiting for it."""
-        clients = sorted(clients, key=lambda client: -len(self.population.data[client].train))
+        clients = self._longest_first(clients)
         phases = self.population.method.phases_in(round)
         with self._stream(clients[0]).entered():
             stack = self._stack(clients, round, downloads, keep=True)
@@ -247,6 +251,7 @@ class VectorizedEngine(CohortEngine):
 
     def _predict(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> stacked.Predicted:
         """Queue a cohort's predictions, without waiting for them."""
+        clients = self._longest_first(clients)  # as they have trained, so that they are still where they were
         with self._stream(clients[0]).entered(), torch.no_grad():
             stack = self._stack(clients, round, downloads, keep=False)
             own, graphs = self._own(clients, stack), self._graphs(clients[0], stack)

@@ -135,9 +135,16 @@ def test_remarks_are_those_that_apply_to_each_client() -> None:
     assert passes.remarks({}, 2) == [(), ()]
 
 
-def test_what_was_just_trained_is_evaluated_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the clients that were trained last, in their last states, and once: an evaluation might change them."""
+@pytest.mark.parametrize("uneven", [False, True])
+def test_what_was_just_trained_is_evaluated_where_it_lies(monkeypatch: pytest.MonkeyPatch, uneven: bool) -> None:
+    """Only the clients that were trained last, in their last states, and once: an evaluation might change them.
+
+    Clients train in the order of their numbers of samples.
+    """
     people = support.population("standalone", models=(support.Wide,), clients=4)
+    if uneven:
+        own = people.data[0]
+        people.data[0] = replace(own, train=own.train[:-2])
     engine = VectorizedEngine(people)
     copied: list[int] = []
     copy_states = stacked_package.copy_states

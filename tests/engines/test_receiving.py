@@ -1,6 +1,6 @@
 """Downloads that are read for many clients at once: each client gets its own, whatever the others get."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from polyfed.engines.client import round as local
 from polyfed.engines.client.workbench import state_of
 from polyfed.engines.stacked.copies import copy_all, copy_states
 from polyfed.engines.stacked.receiving import receive_all
+from polyfed.engines.together.joint import JoinedPopulation
 from polyfed.message import Message, State
 from polyfed.methods.base import Knowledge, Method
 from polyfed.methods.fedproto import FedProto
@@ -89,6 +90,19 @@ def test_a_receive_of_ones_own_is_called_for_every_client() -> None:
         row = LABELS[client][0]
         assert torch.equal(one["prototypes.vectors"][row], 2 * downloads[client].tensors["prototypes"][0])
         assert not torch.equal(one["prototypes.vectors"], two["prototypes.vectors"])
+
+
+def test_downloads_of_other_settings_are_read_by_their_own_method() -> None:
+    """Runs that differ in their seed have the same settings; a number of the method, or of training, makes others."""
+    given: list[tuple[Any, dict[str, Any]]] = [
+        ("fedproto", {}), ("fedproto", {"seed": 1}), ({"name": "fedproto", "weight": 3.0}, {}),
+        ("fedproto", {"lr": 0.5}),
+    ]  # fmt: skip
+    runs = [support.population(method, models=(support.Wide,), **settings) for method, settings in given]
+    known = {each.name: getattr(runs[0], each.name) for each in fields(runs[0]) if each.init}
+    people = JoinedPopulation(**known, homes={number: (run, 0) for number, run in enumerate(runs)})
+    methods = [run.method for run in runs]
+    assert [methods.index(people.reader(client)) for client in range(4)] == [0, 0, 2, 3]
 
 
 def test_a_class_that_does_not_exist_is_not_written_to_the_next_client() -> None:

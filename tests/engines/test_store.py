@@ -7,11 +7,14 @@ import re
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from polyfed.engines.client.store import ClientStore
+from polyfed.engines.together.joint import JointStore
 from polyfed.message import State, state_size
 
 
@@ -154,3 +157,14 @@ def test_files_of_a_killed_process_are_removed_at_the_next_start(
     assert torch.equal(running.get(0)["w"], state(0)["w"])
     running.close()
     assert [path.name for path in tmp_path.iterdir()] == [mine.name]
+
+
+def test_versions_in_a_store_of_several_runs_are_those_of_each_runs_own_client() -> None:
+    stores = [new_store(9), new_store(9)]
+    members: list[Any] = [SimpleNamespace(store=store) for store in stores]
+    joint = JointStore({number: (members[number // 2], number % 2) for number in range(4)})
+    before = [joint.version(client) for client in range(4)]
+    stores[1].put(0, state(1))
+    joint.put(3, state(2))
+    assert [joint.version(client) - old for client, old in enumerate(before)] == [0, 0, 1, 1]
+    assert (stores[1].version(0), stores[1].version(1)) == (1, 1)

@@ -1,9 +1,14 @@
 """What is kept of a cohort's samples between rounds: each row is its client's, in the order that was asked for."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 
 from polyfed.engines.client.batches import visits
+from polyfed.engines.client.workbench import state_of
+from polyfed.engines.stacked import passes
+from polyfed.engines.stacked.round import CohortRound
 from polyfed.engines.stacked.tables import Table, Tables
 from tests import support
 
@@ -50,3 +55,28 @@ def test_no_more_than_some_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.of([0]) is first
     tables.of([2])
     assert tables.of([0]) is not first
+
+
+def test_samples_that_a_round_leaves_out_are_visited_in_the_next() -> None:
+    table, (phase,), nothing = Table(PEOPLE, [0, 1]), PEOPLE.method.phases(), cast(Any, None)
+    missed = [PEOPLE.data[0].train[:1], PEOPLE.data[1].train[:0]]
+    (all_of_them,) = CohortRound([0, 1], nothing, [phase], [], [[own[:0] for own in missed]], nothing, table).visited(
+        PEOPLE
+    )
+    for _ in range(2):
+        (found,) = CohortRound([0, 1], nothing, [phase], [], [missed], nothing, table).visited(PEOPLE)
+        assert (all_of_them - found).sum(1).tolist() == [1, 0]
+
+
+def test_what_a_method_does_to_its_statistics_does_not_reach_the_next_round() -> None:
+    """A method may change the counts that it is given, such as to send fewer digits."""
+    table, network = Table(PEOPLE, [0, 1]), PEOPLE.new_network(0).eval()
+    state = {name: torch.stack([tensor, tensor]) for name, tensor in state_of(network).items()}
+    with torch.no_grad():
+        for _ in range(2):
+            found = passes.collect(PEOPLE, [0, 1], network, state, table=table)
+            assert found is not None
+            for client, own in enumerate(found.of_clients()):
+                assert own.counts.tolist() == PEOPLE.counts[client][own.labels].tolist()
+                own.counts.clamp_(max=1)
+                own.labels.zero_()

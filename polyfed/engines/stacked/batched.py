@@ -25,3 +25,11 @@ def stacked(info: Any, dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[A
         else tensor.movedim(dim, 0)
         for tensor, dim in zip(inputs, dims, strict=True)
     ]  # fmt: skip
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether a kernel can read it: not where a network itself uses `vmap` or a gradient, and this is one of several.
+
+    What PyTorch's own operations make of such a tensor has gradients and rules for `vmap` again.
+    """
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -42,8 +42,9 @@ def joined(x: Any, layers: Sequence[nn.Module]) -> Tensor | None:
     return None
 
 
-def _in_order(sequence: nn.Sequential, x: Any) -> Any:
-    left = list(sequence)
+def _in_order(sequence: nn.Sequential, input: Any) -> Any:
+    """What `nn.Sequential.forward` does, with its argument's name."""
+    x, left = input, list(sequence)
     while left:
         together = _first_of(left)
         y = joined(x, together) if len(together) > 1 else None
@@ -55,13 +56,15 @@ def _in_order(sequence: nn.Sequential, x: Any) -> Any:
 
 
 def _first_of(layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """The first layer, with the next ones if they may be one. A layer with hooks is called by itself."""
+    """The first layer, with the next ones if they may be one. A layer that others have changed is called by itself."""
     for types in JOINED:
         together = layers[: len(types)]
-        if tuple(map(type, together)) == types and not any(map(_hooked, together)):
+        if tuple(map(type, together)) == types and not any(map(_changed, together)):
             return together
     return layers[:1]
 
 
-def _hooked(layer: nn.Module) -> bool:
-    return any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
+def _changed(layer: nn.Module) -> bool:
+    """Whether more happens in a call than its type says: there are hooks, on all modules too, or another `forward`."""
+    own = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(own) or "forward" in vars(layer) or nn.modules.module._has_any_global_hook()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from polyfed.engines.stacked.batched import only, stacked
+from polyfed.engines.stacked.batched import in_memory, only, stacked
 
 
 class Linear(Function):
@@ -42,7 +42,11 @@ class Linear(Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         x, weight, bias, relu = stacked(info, in_dims, inputs)
         y = torch.bmm(x.flatten(1, -2), weight.mT)
-        return _kernels("linear").add_bias(y, bias, relu).unflatten(1, x.shape[1:-1]), 0
+        if in_memory(y):
+            y = _kernels("linear").add_bias(y, bias, relu)
+        else:
+            y = (y + bias[:, None]).relu() if relu else y + bias[:, None]
+        return y.unflatten(1, x.shape[1:-1]), 0
 
 
 class _BeforeReLU(Function):
@@ -66,7 +70,11 @@ class _BeforeReLU(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        return _kernels("linear").before_relu(*stacked(info, in_dims, inputs)), (0, 0)
+        gradient, y = stacked(info, in_dims, inputs)
+        if in_memory(gradient) and in_memory(y):
+            return _kernels("linear").before_relu(gradient, y), (0, 0)
+        before = torch.where(y <= 0, 0.0, gradient)
+        return (before, before.sum(1)), (0, 0)
 
 
 def pooled(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:

@@ -237,6 +237,11 @@ def view(x: Tensor, *shape: Any) -> Tensor | None:
     return None if isinstance(shape[0], torch.dtype) else x.reshape(*shape)
 
 
+def view_as(x: Tensor, other: Tensor) -> Tensor:
+    """The same with the shape of another tensor."""
+    return x.reshape(other.shape)
+
+
 SERVED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     functional.conv2d: convolution,
     functional.linear: linear,
@@ -247,6 +252,7 @@ SERVED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     joined: as_one,
     torch.cat: concatenation,
     Tensor.view: view,
+    Tensor.view_as: view_as,
 }
 
 

@@ -18,7 +18,7 @@ ROWS, COLUMNS = 64, 32
 def add_bias(y: Tensor, bias: Tensor, relu: bool) -> Tensor:
     """Add biases [clients, out] to results [clients, rows, out], in place, with ReLU if wanted."""
     clients, rows, out = y.shape
-    _add_bias[(triton.cdiv(out, COLUMNS), triton.cdiv(rows, ROWS), clients)](
+    _add_bias[(triton.cdiv(out, COLUMNS) * triton.cdiv(rows, ROWS), clients)](
         y, bias.contiguous(), rows, out, relu, ROWS, COLUMNS
     )
     return y
@@ -37,11 +37,12 @@ def before_relu(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_bias(y, bias, rows, out, RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    client = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    client, across = tl.program_id(1).to(tl.int64), tl.cdiv(out, COLUMNS)
+    # One axis for both, because a GPU allows few programs along the others.
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = (row < rows) & (column < out)
-    y += client * rows * out + row * out + column
+    y += (client * rows + row) * out + column
     value = tl.load(y, there).to(tl.float32) + tl.load(bias + client * out + column, column < out).to(tl.float32)
     if RELU:
         value = tl.where(value <= 0, 0.0, value)  # NaN stays
@@ -56,7 +57,7 @@ def _before_relu(g, y, before, total, rows, out, ROWS: tl.constexpr, COLUMNS: tl
     for first in range(0, rows, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         there = (row < rows) & (column < out)[None, :]
-        place = client * rows * out + row * out + column[None, :]
+        place = (client * rows + row) * out + column[None, :]
         gradient = tl.where(tl.load(y + place, there, 0.0) <= 0, 0.0, tl.load(g + place, there, 0.0))
         tl.store(before + place, gradient, there)
         sums += gradient.to(tl.float32)

@@ -130,7 +130,8 @@ def collect(
         number = torch.arange(len(counts)).repeat_interleave(counts)
         away = ordered - means[to_device(number, vectors.device)]
         covariances = group_covariances(away, counts).split(table.seen)
-    return Collected(ClassStatistics(held % classes, counts, means), table.seen, covariances)
+    own_counts = counts.clone()  # the table stays, whatever a method does to these
+    return Collected(ClassStatistics(held % classes, own_counts, means), table.seen, covariances)
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:

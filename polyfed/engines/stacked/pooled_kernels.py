@@ -35,7 +35,8 @@ FEW_VALUES = 128
 """In a field, up to which it is read in smaller pieces."""
 WIDE = 64
 """From this many filters on, products are cut into smaller pieces, because the results fill the registers."""
-IMAGE_GRADIENT = Tiles(128, 0, 4, 2)
+MOST_AHEAD = 2048
+"""Weights in a tile of the images' gradient up to which the next ones are read ahead: four such tiles at once."""
 PROGRAMS = 264
 """About how many parts the weights' gradients of all clients are cut into: two for each multiprocessor of an H200."""
 BLOCK = 1024
@@ -66,8 +67,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> tupl
 def image_gradient(gradient: Tensor, places: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The gradient of one client's images of that shape, [samples, H, W, in], and all others', from the results'."""
     x = gradient.new_empty(len(gradient), *shape)
-    layer, tiles = Layer.of(x, weight), IMAGE_GRADIENT
-    wide = _power(4 * layer.channels)
+    layer = Layer.of(x, weight)
+    tiles, wide = _for_images(layer), _power(4 * layer.channels)
     turned = _moved(weight, layer, _in_steps, (wide, layer.steps[0] * layer.steps[1] * 4 * layer.filters))
     count = layer.samples * triton.cdiv(layer.height, 2) * triton.cdiv(layer.width, 2)
     _image_gradient[(triton.cdiv(count, tiles.rows), len(x))](
@@ -139,6 +140,12 @@ class Layer(NamedTuple):
 
 def _for_results(layer: Layer) -> Tiles:
     return Tiles(64, 32 if layer.depth <= FEW_VALUES or layer.filters >= WIDE else 64, 4, 2)
+
+
+def _for_images(layer: Layer) -> Tiles:
+    """With many channels, tiles that are read ahead would not fit into a multiprocessor's shared memory."""
+    ahead = _power(4 * layer.channels) * layer.filters <= MOST_AHEAD
+    return Tiles(128, 0, 4, 2) if ahead else Tiles(64, 0, 4, 1)
 
 
 def _for_weights(layer: Layer) -> Tiles:
