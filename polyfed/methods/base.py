@@ -19,6 +19,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from polyfed.errors import InputError
 from polyfed.evaluation import Score
 from polyfed.message import Message, Schema, State
 from polyfed.methods.parts.network import Applied, Batch, ClientNetwork
@@ -87,6 +88,14 @@ class Phase:
     """False: this phase sees images as they are, even if training augments."""
     first_round: int = 0
     """Rounds are numbered from 1; before this one the phase is skipped, and what it trains does not change."""
+
+    def __post_init__(self) -> None:
+        for module in self.unclipped:
+            if module not in self.trains:
+                known = ", ".join(self.trains)
+                raise InputError(
+                    f"phase '{self.name}' leaves '{module}' unclipped, but trains {known}: name one of these."
+                )
 
     @property
     def clipped(self) -> tuple[str, ...]:
@@ -302,7 +311,7 @@ class Method:
     ) -> list[State] | None:
         """What `receive` gives for each of several clients of one architecture, by operations on all of them at once.
 
-        They may belong to different runs with the same settings. None: `receive` is called for each. It must be None in
+        They may belong to different runs with the same settings. None: `receive` is called for each, as it also is in
         a subclass with a `receive` of its own.
         """
         return None

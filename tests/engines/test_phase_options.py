@@ -15,6 +15,7 @@ from torch import Tensor
 
 import polyfed
 from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.errors import InputError
 from polyfed.message import Message, State
 from polyfed.methods.base import Batch, ClientNetwork, Phase, Trained
 from polyfed.methods.parts.tools import cross_entropy
@@ -116,3 +117,8 @@ def test_an_option_acts_and_engines_agree_on_it(tmp_path: Path, option: str) -> 
             torch.equal(one[name], other[name]) for one, other in zip(usual, expected, strict=True) for name in one
         )
         assert not same, f"{option} changed nothing"
+
+
+def test_only_what_trains_can_be_unclipped() -> None:
+    with pytest.raises(InputError, match="'proxy' unclipped, but trains model, model.head: name one of these"):
+        Phase("model", ("model", "model.head"), plain, 1, unclipped=("proxy",))

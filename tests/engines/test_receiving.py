@@ -1,6 +1,7 @@
 """Downloads that are read for many clients at once: each client gets its own, whatever the others get."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,13 +9,16 @@ import torch
 
 from polyfed.engines.client import round as local
 from polyfed.engines.client.workbench import state_of
+from polyfed.engines.stacked.captured import Stream
 from polyfed.engines.stacked.copies import copy_all, copy_states
 from polyfed.engines.stacked.receiving import receive_all
+from polyfed.engines.stacked.round import uploads
 from polyfed.engines.together.joint import JoinedPopulation
 from polyfed.message import Message, State
-from polyfed.methods.base import Knowledge, Method
+from polyfed.methods.base import Knowledge, Method, Trained
 from polyfed.methods.fedproto import FedProto
 from polyfed.methods.parts.tools import rows_of_all
+from polyfed.methods.standalone import Standalone
 from polyfed.population import Population
 from tests import support
 
@@ -103,6 +107,23 @@ def test_downloads_of_other_settings_are_read_by_their_own_method() -> None:
     people = JoinedPopulation(**known, homes={number: (run, 0) for number, run in enumerate(runs)})
     methods = [run.method for run in runs]
     assert [methods.index(people.reader(client)) for client in range(4)] == [0, 0, 2, 3]
+
+
+def test_a_method_may_use_its_tensors_again_for_the_next_client() -> None:
+    """Uploads are moved from a GPU together, but copied one by one."""
+
+    class Reusing(Standalone):
+        used = torch.zeros(1)
+
+        def upload(self, client: Trained) -> Message:
+            return Message({"value": self.used.add_(1)}, {"labels": self.used.long()})
+
+    people = population("standalone")
+    people = replace(people, method=Reusing(*(getattr(people.method, n) for n in ("config", "task", "training"))))
+    answers = [Trained(people.knowledge(client, ROUND).counts, ROUND, state(people, client)) for client in CLIENTS]
+    on_gpu = SimpleNamespace(method=people.method, device=torch.device("cuda"), home=lambda client: (people, client))
+    found = list(uploads(on_gpu, CLIENTS, answers, Stream(torch.device("cpu"))))  # type: ignore[arg-type]
+    assert [message.tensors["value"].item() for message in found] == [1.0, 2.0, 3.0]
 
 
 def test_a_class_that_does_not_exist_is_not_written_to_the_next_client() -> None:

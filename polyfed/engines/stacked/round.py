@@ -60,9 +60,10 @@ def uploads(
     """What leaves the clients of a cohort, one after another, or several at once if the method says so."""
     homes = [population.home(client) for client in clients]
     method = population.method
-    if not method.uploads_in_threads and not method.heavy:
-        made_by_all = [local.new_upload(*home, answer) for home, answer in zip(homes, answers, strict=True)]
-        yield from snapshots(made_by_all)  # moved from a GPU together
+    if not method.uploads_in_threads and not method.heavy and population.device.type != "cpu":
+        made_by_all = (local.new_upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
+        # Copied at once, because a method may use its tensors again for the next client; moved to the CPU together.
+        yield from snapshots([message.snapshot(message.tensors) for message in made_by_all])
         return
     if not method.uploads_in_threads:
         yield from (local.upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
