@@ -206,7 +206,7 @@ def test_a_weight_s_gradient_in_many_parts(monkeypatch: pytest.MonkeyPatch, prog
     """Of one block of pixels each, or of several, fewer in the last part; a second time the numbers are the same."""
     kernels = layers.kernels()
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
-    monkeypatch.setattr(kernels, "WEIGHT_GRADIENT", kernels.WEIGHT_GRADIENT._replace(pixels=16, depth=16))
+    monkeypatch.setattr(kernels, "WEIGHT_GRADIENT", kernels.WEIGHT_GRADIENT._replace(rows=16, depth=16))
     x, gradient = random(2, 19, 3, 5, 5), random(2, 19, 4, 3, 3)
     first, second = (kernels.weight_gradient(x, gradient, (3, 3), (0, 0)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

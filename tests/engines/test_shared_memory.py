@@ -38,7 +38,7 @@ for channels, out in ((16, 32), (32, 64)):
     own = common | {"BIAS": True, "RELU": True, "BM": tiles.rows, "BK": tiles.depth}
     print(shared(kernels._convolve, tiles, ("x", "field", "bias", "y"), ("samples",), own))
     tiles = kernels._for_images(layer)
-    own = common | {"SH": 3, "SW": 3, "BM": tiles.rows, "BN": kernels._power(4 * channels)}
+    own = common | {"SH": 3, "SW": 3, "BM": tiles.rows, "BN": kernels.power(4 * channels)}
     print(shared(kernels._image_gradient, tiles, ("g", "turned", "x"), ("samples",), own))
     tiles = kernels._for_weights(layer)
     own = common | {"BM": tiles.rows, "BK": tiles.depth}

@@ -19,9 +19,9 @@ from polyfed.engines.stacked.convolutions import Pair, Windows
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: pixels (or groups of them) and filter weights at a time, by how many warps and stages."""
+    """How a product is cut: rows (pixels, or groups of them) and depth at a time, by how many warps and stages."""
 
-    pixels: int
+    rows: int
     depth: int
     warps: int
     stages: int
@@ -52,12 +52,12 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, *, t
     y = x.new_empty(clients, samples, out, down, across)
     group = (2 if 4 * out <= COLUMNS else 1, 2 if 2 * out <= COLUMNS else 1)
     groups = samples * triton.cdiv(down, group[0]) * triton.cdiv(across, group[1])
-    few = clients * groups < PROGRAMS // 3 * CONVOLVE.pixels  # use smaller blocks, so that no multiprocessor is idle
-    rows = CONVOLVE.pixels // 2 if few else CONVOLVE.pixels
+    few = clients * groups < PROGRAMS // 3 * CONVOLVE.rows  # use smaller blocks, so that no multiprocessor is idle
+    rows = CONVOLVE.rows // 2 if few else CONVOLVE.rows
     _convolve[(triton.cdiv(groups, rows), clients)](
         x, weight, weight if bias is None else bias.contiguous(), y, samples, *x.stride(),
-        channels, out, *kernel, *padding, height, width, bias is not None, turned, _precision(),
-        channels > FEW_CHANNELS, *group, rows, CONVOLVE.depth, _power(out * group[0] * group[1]),
+        channels, out, *kernel, *padding, height, width, bias is not None, turned, precision(),
+        channels > FEW_CHANNELS, *group, rows, CONVOLVE.depth, power(out * group[0] * group[1]),
         num_warps=CONVOLVE.warps, num_stages=CONVOLVE.stages,
     )  # fmt: skip
     return y
@@ -69,8 +69,8 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) ->
     clients, samples, channels, height, width = x.shape
     out, pixels = gradient.shape[2], samples * gradient[0, 0, 0].numel()
     depth = channels * kernel[0] * kernel[1]
-    block = min(WEIGHT_GRADIENT.depth, _power(depth))
-    columns, blocks = triton.cdiv(depth, block), triton.cdiv(pixels, WEIGHT_GRADIENT.pixels)
+    block = min(WEIGHT_GRADIENT.depth, power(depth))
+    columns, blocks = triton.cdiv(depth, block), triton.cdiv(pixels, WEIGHT_GRADIENT.rows)
     steps = triton.cdiv(blocks, max(1, PROGRAMS // (clients * columns)))
     parts = triton.cdiv(blocks, steps)
     # Parts are added up afterwards, in a fixed order, so that the same step gives the same numbers again.
@@ -78,8 +78,8 @@ def weight_gradient(x: Tensor, gradient: Tensor, kernel: Pair, padding: Pair) ->
     both = torch.empty(parts, count + clients * out, device=x.device)
     _weight_gradient[(columns, clients, parts)](
         x, gradient, both, samples, clients, steps, *x.stride(),
-        channels, out, *kernel, *padding, height, width, _precision(),
-        WEIGHT_GRADIENT.pixels, block, _power(out), num_warps=WEIGHT_GRADIENT.warps, num_stages=WEIGHT_GRADIENT.stages,
+        channels, out, *kernel, *padding, height, width, precision(),
+        WEIGHT_GRADIENT.rows, block, power(out), num_warps=WEIGHT_GRADIENT.warps, num_stages=WEIGHT_GRADIENT.stages,
     )  # fmt: skip
     total = both.sum(0).to(x.dtype)
     return total[:count].view(clients, out, channels, *kernel), total[count:].view(clients, out)
@@ -130,14 +130,14 @@ def _swapped(x: Tensor) -> bool:
     return x.dim() == 5 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
 
 
-def _precision() -> str:
+def precision() -> str:
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
-def _power(number: int) -> int:
+def power(number: int) -> int:
     """The next power of two; a product of matrices has at least 16."""
-    power: int = max(16, triton.next_power_of_2(number))
-    return power
+    found: int = max(16, triton.next_power_of_2(number))
+    return found
 
 
 def in_reach(x: Tensor) -> Tensor:

@@ -19,16 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyfed.engines.stacked.convolutions import Pair
-
-
-class Tiles(NamedTuple):
-    """How a product is cut: rows and depth at a time, by how many warps and stages."""
-
-    rows: int
-    depth: int
-    warps: int
-    stages: int
-
+from polyfed.engines.stacked.kernels import Tiles, power, precision
 
 # The fastest on an H200 of those that were tried, for filters of 5 × 5: 3 channels to 16, and 16 to 32.
 FEW_VALUES = 128
@@ -58,7 +49,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> tupl
     places = torch.empty_like(y, dtype=torch.uint8)
     _convolve[(triton.cdiv(layer.samples * layer.windows[0] * layer.windows[1], tiles.rows), len(x))](
         x, fields, fields if bias is None else bias.contiguous(), y, places, layer.samples, *layer.numbers(),
-        bias is not None, relu, _precision(), tiles.rows, tiles.depth, layer.filters,
+        bias is not None, relu, precision(), tiles.rows, tiles.depth, layer.filters,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y, places
@@ -68,12 +59,12 @@ def image_gradient(gradient: Tensor, places: Tensor, weight: Tensor, shape: tupl
     """The gradient of one client's images of that shape, [samples, H, W, in], and all others', from the results'."""
     x = gradient.new_empty(len(gradient), *shape)
     layer = Layer.of(x, weight)
-    tiles, wide = _for_images(layer), _power(4 * layer.channels)
+    tiles, wide = _for_images(layer), power(4 * layer.channels)
     turned = _moved(weight, layer, _in_steps, (wide, layer.steps[0] * layer.steps[1] * 4 * layer.filters))
     count = layer.samples * triton.cdiv(layer.height, 2) * triton.cdiv(layer.width, 2)
     _image_gradient[(triton.cdiv(count, tiles.rows), len(x))](
         gradient.contiguous(), places.contiguous(), turned, x, layer.samples, *layer.numbers(), *layer.steps,
-        _precision(), tiles.rows, layer.filters, wide, num_warps=tiles.warps, num_stages=tiles.stages,
+        precision(), tiles.rows, layer.filters, wide, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return x
 
@@ -91,7 +82,7 @@ def weight_gradient(x: Tensor, gradient: Tensor, places: Tensor, shape: tuple[in
     some = torch.empty(parts, len(x), 4 * layer.filters * layer.depth + layer.filters, device=x.device)
     _weight_gradient[(columns, len(x), parts)](
         x.contiguous(), gradient.contiguous(), places.contiguous(), some, layer.samples, len(x), steps,
-        *layer.numbers(), _precision(), tiles.rows, tiles.depth, layer.filters,
+        *layer.numbers(), precision(), tiles.rows, tiles.depth, layer.filters,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     _add_up[(triton.cdiv(of_weight[0].numel() + layer.out, SUMS), len(x))](
@@ -132,7 +123,7 @@ class Layer(NamedTuple):
 
     @property
     def filters(self) -> int:
-        return _power(self.out)
+        return power(self.out)
 
     def numbers(self) -> tuple[int, ...]:
         return self.height, self.width, self.channels, self.out, *self.kernel
@@ -144,7 +135,7 @@ def _for_results(layer: Layer) -> Tiles:
 
 def _for_images(layer: Layer) -> Tiles:
     """With many channels, tiles that are read ahead would not fit into a multiprocessor's shared memory."""
-    ahead = _power(4 * layer.channels) * layer.filters <= MOST_AHEAD
+    ahead = power(4 * layer.channels) * layer.filters <= MOST_AHEAD
     return Tiles(128, 0, 4, 2) if ahead else Tiles(64, 0, 4, 1)
 
 
@@ -159,16 +150,6 @@ def _moved(weight: Tensor, layer: Layer, kernel: triton.JITFunction, size: Pair)
         weight.contiguous(), moved, *layer.numbers()[2:], *layer.steps, layer.filters, size[0] * size[1], BLOCK
     )
     return moved
-
-
-def _power(number: int) -> int:
-    """The next power of two; a product of matrices has at least 16."""
-    power: int = max(16, triton.next_power_of_2(number))
-    return power
-
-
-def _precision() -> str:
-    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
 # Constants are written in capitals: C for the channels of images, OUT for those of the result and BO for the next power
