@@ -94,7 +94,7 @@ class Message:
         return Message(tensors, metadata)
 
     def snapshot(self, unmoved: Collection[str] = ()) -> Message:
-        """A copy that shares no storage with anyone's live state, on the CPU except for the tensors named.
+        """A copy that shares no storage with anyone's live state, on the CPU except for the entries named.
 
         Anything but a plain tensor is left as it is: the check refuses it.
         """
@@ -106,10 +106,7 @@ class Message:
 
         return Message(
             {name: copied(name, tensor) for name, tensor in self.tensors.items()},
-            {
-                name: tensor.detach().to("cpu", copy=True) if is_plain(tensor) else tensor
-                for name, tensor in self.metadata.items()
-            },
+            {name: copied(name, tensor) for name, tensor in self.metadata.items()},
         )
 
     def _entries(self) -> State:

@@ -124,6 +124,7 @@ def test_a_method_may_use_its_tensors_again_for_the_next_client() -> None:
     on_gpu = SimpleNamespace(method=people.method, device=torch.device("cuda"), home=lambda client: (people, client))
     found = list(uploads(on_gpu, CLIENTS, answers, Stream(torch.device("cpu"))))  # type: ignore[arg-type]
     assert [message.tensors["value"].item() for message in found] == [1.0, 2.0, 3.0]
+    assert [message.metadata["labels"].item() for message in found] == [1, 2, 3]
 
 
 def test_a_class_that_does_not_exist_is_not_written_to_the_next_client() -> None:

@@ -63,7 +63,7 @@ def uploads(
     if not method.uploads_in_threads and not method.heavy and population.device.type != "cpu":
         made_by_all = (local.new_upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
         # Copied at once, because a method may use its tensors again for the next client; moved to the CPU together.
-        yield from snapshots([message.snapshot(message.tensors) for message in made_by_all])
+        yield from snapshots([message.snapshot({*message.tensors, *message.metadata}) for message in made_by_all])
         return
     if not method.uploads_in_threads:
         yield from (local.upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
