@@ -106,7 +106,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if tensor.device == device:
         return tensor
-    return tensor.to(device, non_blocking=device.type == "cuda" and tensor.device.type == "cpu")
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -18,6 +18,8 @@ OTHER = torch.device("meta")
 aten = torch.ops.aten
 MOVES = {aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default}
 """Operations between devices."""
+WAITS: list[str] = []
+"""What has waited for the GPU: moves to it that do not say otherwise, and looks at its values."""
 
 
 class OnGpu(Tensor):
@@ -35,6 +37,7 @@ class OnGpu(Tensor):
         return made  # type: ignore[no-any-return]
 
     def tolist(self) -> Any:
+        WAITS.append("tolist")
         return self.inner.tolist()
 
     def __repr__(self, **rest: Any) -> str:
@@ -61,6 +64,10 @@ class Pretended(TorchDispatchMode):
         on_gpu = torch.device(wanted).type == OTHER.type if wanted is not None else bool(there)
         if function in (aten.copy_.default, aten._foreach_copy_.default):
             on_gpu = isinstance(tree_leaves(args)[0], OnGpu)
+        if function is aten._to_copy.default and on_gpu != bool(there) and not (on_gpu and kwargs.get("non_blocking")):
+            WAITS.append("a move to the GPU" if on_gpu else "a move to the CPU")
+        if function is aten._local_scalar_dense.default and there:
+            WAITS.append("a look at a value")
         if wanted is not None:
             kwargs["device"] = torch.device("cpu")
         plain_args, plain_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnGpu) else x, (args, kwargs))

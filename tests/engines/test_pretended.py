@@ -14,12 +14,13 @@ import polyfed.assemble
 import polyfed.message
 from polyfed.engines import VectorizedEngine, new_engine
 from polyfed.engines.base import Engine
+from polyfed.engines.stacked.round import Afterwards
 from polyfed.engines.together import Group
 from polyfed.engines.together.group import Member, current_group
 from polyfed.methods import METHODS
 from polyfed.population import Population
 from tests import support
-from tests.engines.pretended import OTHER, OnGpu, Pretended
+from tests.engines.pretended import OTHER, WAITS, OnGpu, Pretended
 
 NOT_PRETENDED = {"fedl2g"}
 """Forward mode, which its probe uses, can't be pretended."""
@@ -32,6 +33,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(METHODS["fedkd"], "uploads_in_threads", False)  # another thread would not pretend
     plain = polyfed.message.is_plain
     monkeypatch.setattr(polyfed.message, "is_plain", lambda x: plain(x.inner if isinstance(x, OnGpu) else x))
+    queued = Afterwards.queued
+
+    def without_waits(*given: Any) -> Afterwards:
+        before = len(WAITS)
+        after = queued(*given)
+        assert WAITS[before:] == [], "a cohort that waits for its training keeps the others from theirs"
+        return after
+
+    monkeypatch.setattr(Afterwards, "queued", without_waits)
 
 
 def own_engine(people: Population) -> Engine:
@@ -52,6 +62,10 @@ def test_tensors_of_two_devices_do_not_meet() -> None:
         there, here = torch.ones(3, device=OTHER), torch.ones(3)
         assert isinstance(there + 1, OnGpu) and isinstance(here.to(OTHER) * there, OnGpu)
         assert type(there.cpu()) is torch.Tensor and (there.cpu() + here).tolist() == [2, 2, 2]
+        WAITS.clear()
+        assert bool(there[0] == 1) and there.to("cpu").tolist() == here.to(OTHER, non_blocking=True).tolist()
+        here.to(OTHER)
+        assert WAITS == ["a look at a value", "a move to the CPU", "tolist", "a move to the GPU"]
         for wrong in (lambda: there + here, lambda: here.add_(there), lambda: there[here.long()]):
             with pytest.raises(RuntimeError, match="same device"):
                 wrong()

@@ -222,18 +222,18 @@ def predict(
 
 def own_rules(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> list[str]:
     """The names of the method's rules of prediction, from one training sample of each client."""
-    rows = torch.stack([population.data[client].train[:1] for client in clients]).to(population.device)
+    rows = to_device(torch.stack([population.data[client].train[:1] for client in clients]), population.device)
     first = {name: tensor[: len(clients)] for name, tensor in state.items()}
     ((_, scores),) = in_chunks(population, network, first, rows, population.method.predict)
     assert isinstance(scores, dict)
     return list(scores)
 
 
-def inspect(population: Population, clients: Sequence[int], network: ClientNetwork, state: State) -> dict[str, Tensor]:
+def inspect(
+    population: Population, clients: Sequence[int], network: ClientNetwork, state: State, table: Table | None = None
+) -> dict[str, Tensor]:
     """Queue the method's remarks on all clients: which apply to each, from one batch of its samples."""
-    # A client with fewer samples repeats them, so that all have the same number.
-    own = [population.data[client].train for client in clients]
-    rows = torch.stack([samples[torch.arange(64) % len(samples)] for samples in own]).to(population.device)
+    rows = (table or Table(population, clients)).some
     x, y = population.dataset.batch(rows.flatten(), population.device)
     applied = StackedApplied(network, lambda net, a, b: population.method.inspect(net, Batch(a, b)))
     given = x.unflatten(0, rows.shape), y.view_as(rows)

@@ -50,7 +50,7 @@ class Afterwards:
         with torch.no_grad():
             collected = passes.collect(population, clients, network, state, say, graphs, table)
             inspects = type(population.method).inspect is not Method.inspect
-            inspected = passes.inspect(population, clients, network, state) if inspects else {}
+            inspected = passes.inspect(population, clients, network, state, table) if inspects else {}
             return cls(collected, passes.probe(population, clients, network, state, round), inspected)
 
 

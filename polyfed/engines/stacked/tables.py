@@ -18,6 +18,9 @@ from polyfed.population import Population
 MOST_KEPT = 1 << 22
 """Samples in the tables that are kept; each takes some tens of bytes on the device."""
 
+SOME = 64
+"""Samples of a client that a method looks at for its remarks."""
+
 
 def padded_rows(samples: Sequence[Tensor]) -> Tensor:
     """Sample numbers of several clients as one table, −1 where a client has fewer."""
@@ -62,6 +65,12 @@ class Table:
     def trained(self) -> Tensor:
         """Training samples, on the device."""
         return to_device(padded_rows([own.train for own in self._data]), self._population.device)
+
+    @cached_property
+    def some(self) -> Tensor:
+        """As many training samples of each client, on the device; one with fewer repeats them."""
+        rows = [own.train[torch.arange(SOME) % len(own.train)] for own in self._data]
+        return to_device(torch.stack(rows), self._population.device)
 
     @cached_property
     def tested(self) -> Tensor:
