@@ -13,7 +13,7 @@ which; both are noted once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import TypeVar
 
@@ -35,6 +35,8 @@ from polyfed.population import Population
 Result = TypeVar("Result")
 
 LARGEST_COHORT = 256
+STEPS_IN_A_TURN = 8
+"""Steps of a cohort that are queued before it is another's turn."""
 
 
 class VectorizedEngine(CohortEngine):
@@ -123,14 +125,7 @@ class VectorizedEngine(CohortEngine):
         self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
     ) -> Iterator[list[Reply]]:
         """Queue the work of all cohorts, each on its stream, before waiting for the first."""
-        queued: deque[CohortRound] = deque()
-        too_large: list[list[int]] = []
-        for clients in cohorts:
-            try:
-                with local.explained(self.population, clients, f"round {round}"):
-                    queued.append(self._begin(clients, downloads, round))
-            except torch.OutOfMemoryError:
-                too_large.append(clients)
+        queued, too_large = self._queue_in_turn(cohorts, downloads, round)
         if len(downloads) == self._present:  # so the next round has the same cohorts
             self._drawer.draw_ahead([work.clients for work in queued], round)
         while queued:
@@ -151,25 +146,58 @@ class VectorizedEngine(CohortEngine):
             again = partial(self._train_stacked, downloads=downloads, round=round)
             yield from self._alone(clients, again)
 
-    def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
-        return self._finish(self._begin(clients, downloads, round), round)
+    def _queue_in_turn(
+        self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
+    ) -> tuple[deque[CohortRound], list[list[int]]]:
+        """Queue the work of all cohorts, some steps of each at a time; also the cohorts that do not fit into memory.
 
-    def _begin(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> CohortRound:
-        """Queue all that a cohort trains in this round, without waiting for it."""
+        A GPU takes in only so many steps before queueing waits for it: those of one cohort would keep the others' out.
+        """
+        begun = {place: self._begin(clients, downloads, round) for place, clients in enumerate(cohorts)}
+        queued: dict[int, CohortRound] = {}
+        too_large: list[list[int]] = []
+        while begun:
+            for place in list(begun):
+                clients = cohorts[place]
+                try:
+                    explained = local.explained(self.population, clients, f"round {round}")
+                    with explained, self._stream(clients[0]).entered():
+                        result = _turn(begun[place])
+                except torch.OutOfMemoryError:
+                    too_large.append(clients)
+                else:
+                    if result is None:
+                        continue
+                    queued[place] = result
+                del begun[place]
+        return deque(queued[place] for place in sorted(queued)), too_large
+
+    def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
+        work = self._begin(clients, downloads, round)
+        with self._stream(clients[0]).entered():
+            while (queued := _turn(work)) is None:
+                pass
+        return self._finish(queued, round)
+
+    def _begin(
+        self, clients: list[int], downloads: Mapping[int, Message], round: int
+    ) -> Generator[None, None, CohortRound]:
+        """Queue all that a cohort trains in this round, step by step and without waiting for it, on its stream."""
         clients = self._longest_first(clients)
         phases = self.population.method.phases_in(round)
-        with self._stream(clients[0]).entered():
-            stack = self._stack(clients, round, downloads, keep=True)
-            # All plans before the first phase: moving one to a GPU waits for everything queued before.
-            plans = [plan.on(self.population.device) for plan in self._drawer.plans(clients, round)]
-            # One generator for all phases of a client; made only if there is dropout.
-            drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
-            steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
-            network, own = self._quiet_network(clients[0]), self._own(clients, stack)
-            graphs = self._graphs(clients[0], stack)
-            table = self._tables.of(clients)
-            after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs, table)
-            return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after, table)
+        stack = self._stack(clients, round, downloads, keep=True)
+        # All plans before the first phase: moving one to a GPU waits for everything queued before.
+        plans = [plan.on(self.population.device) for plan in self._drawer.plans(clients, round)]
+        # One generator for all phases of a client; made only if there is dropout.
+        drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
+        steps = []
+        for phase, plan in zip(phases, plans, strict=True):
+            steps.append((yield from self._train_phase(clients, stack.state, phase, plan, drops)))
+        network, own = self._quiet_network(clients[0]), self._own(clients, stack)
+        graphs = self._graphs(clients[0], stack)
+        table = self._tables.of(clients)
+        after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs, table)
+        return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after, table)
 
     @property
     def _present(self) -> int:
@@ -178,12 +206,12 @@ class VectorizedEngine(CohortEngine):
 
     def _train_phase(
         self, clients: list[int], state: State, phase: Phase, plan: Plan, drops: Callable[[], list[torch.Generator]]
-    ) -> stacked.PhaseStep:
+    ) -> Generator[None, None, stacked.PhaseStep]:
         captured = self._captured(clients[0], state, phase)
         padded = clients + clients[:1] * (len(captured.step.total) - len(clients))
         for name, values in self.population.numbers(padded).items():
             captured.step.numbers[name].copy_(values)
-        captured.run(plan, drops)
+        yield from captured.queued(plan, drops)
         return captured.step
 
     def _finish(self, work: CohortRound, round: int) -> list[Reply]:
@@ -297,3 +325,14 @@ class VectorizedEngine(CohortEngine):
             )
         for part in (clients[:half], clients[half:]):
             yield from self._fitting(part, work)
+
+
+def _turn(work: Generator[None, None, Result]) -> Result | None:
+    """Let work continue for some steps; its result, if that was its end."""
+    try:
+        for _ in range(STEPS_IN_A_TURN):
+            next(work)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    return None

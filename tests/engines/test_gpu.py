@@ -97,7 +97,7 @@ def test_little_memory_halves_cohorts_and_changes_no_number(tmp_path: Path) -> N
     original, refused = VectorizedEngine._train_phase, []
 
     def too_large(self: VectorizedEngine, clients: list[int], *rest: Any) -> Any:
-        step = original(self, clients, *rest)  # everything is captured and queued before memory runs out
+        step = yield from original(self, clients, *rest)  # everything is captured and queued before memory runs out
         if len(clients) > 2:
             refused.append(len(clients))
             raise torch.OutOfMemoryError("no room")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from polyfed.compute import precision
-from polyfed.engines import SequentialEngine, VectorizedEngine
+from polyfed.engines import SequentialEngine, VectorizedEngine, vectorized
 from polyfed.engines import stacked as stacked_package
 from polyfed.engines.stacked import drawer, passes
 from polyfed.engines.stacked import round as stacked_round
@@ -204,16 +204,36 @@ def test_architectures_that_do_not_fit_side_by_side_train_one_after_another(
         gc.collect()
         if queued:
             raise torch.OutOfMemoryError("no room")
-        work = begin(self, *arguments)
+        work = yield from begin(self, *arguments)
         queued.add(work)
         return work
 
     monkeypatch.setattr(VectorizedEngine, "_begin", no_second)
+    monkeypatch.setattr(vectorized, "STEPS_IN_A_TURN", 10_000)
     actual, notes, _ = run(tmp_path, VectorizedEngine, "pfedes")
     pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
     assert [note for note in notes if "side by side" in note] == [
         "not all architectures fit into memory side by side; from now on they train one after another"
     ]
+
+
+def test_cohorts_queue_their_steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of one architecture and six of the other, four at a time."""
+    clients = support.population("standalone", models=(support.Wide, support.Narrow), clients=2, batch_size=2)
+    samples = {0: 20, 1: 12}
+    clients = replace(clients, data={c: replace(own, train=own.train[: samples[c]]) for c, own in clients.data.items()})
+    original, order = PhaseStep.__call__, []
+
+    def noted(self: PhaseStep, inputs: Any) -> None:
+        order.append({16: "W", 8: "N"}[next(iter(self.trained.values())).shape[1]])
+        original(self, inputs)
+
+    engine = VectorizedEngine(clients)
+    engine.train(1, {client: support.Message() for client in samples})  # with trials of the architectures
+    monkeypatch.setattr(PhaseStep, "__call__", noted)
+    monkeypatch.setattr(vectorized, "STEPS_IN_A_TURN", 4)
+    engine.train(2, {client: support.Message() for client in samples})
+    assert "".join(order) == "WWWW NNNN WWWW NN WW".replace(" ", "")
 
 
 def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

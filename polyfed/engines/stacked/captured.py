@@ -76,8 +76,11 @@ class CapturedStep:
         self._names: list[str] = []
         self._number = torch.zeros(1, dtype=torch.int64, device=step.total.device)
 
-    def run(self, plan: Plan, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
-        """Queue all steps of a plan, from a fresh optimiser state; `generators` are the clients' own, for dropout."""
+    def queued(self, plan: Plan, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> Iterator[None]:
+        """Queue all steps of a plan, one at a time, from a fresh optimiser state, on this cohort's stream.
+
+        `generators` are the clients' own, for dropout.
+        """
         self.step.reset()
         if not plan.active:
             return
@@ -92,11 +95,12 @@ class CapturedStep:
             masks = self.step.masks.draw(drops, real, samples, stay=samples == width)
             if samples == width and count in self._graphs:
                 self._graphs[count].replay()
-                continue
-            self.step.set_modes()
-            self._take(count, samples, masks)  # a warm-up that counts
-            if samples == width and self._stream.cuda is not None:
-                self._graphs[count] = self._capture(count, samples, masks)
+            else:
+                self.step.set_modes()
+                self._take(count, samples, masks)  # a warm-up that counts
+                if samples == width and self._stream.cuda is not None:
+                    self._graphs[count] = self._capture(count, samples, masks)
+            yield
 
     def _capture(self, count: int, samples: int, masks: State) -> torch.cuda.CUDAGraph:
         try:
