@@ -5,13 +5,15 @@ Sites accept it only because the test's own authority signed its certificate.
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Any, TypeVar
 
 from flwr.app import Message as FlowerMessage
 from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
@@ -21,6 +23,8 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 
 from polyfed.flower.wire import KINDS, packet_of
 from polyfed.remote.transport import Kind, Packet
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,53 +41,89 @@ class Request:
         return self.first.split()[1].rpartition("/")[2]
 
 
+class Connection:
+    """All that went over one connection, both ways."""
+
+    def __init__(self) -> None:
+        self.up, self.down = bytearray(), bytearray()
+        self.moments: dict[int, int] = {}
+        """Where in `up` a piece begins, and how many pieces had come before it on all connections."""
+
+
 class Recorder:
-    """Stands between one site and the server."""
+    """Stands between one site and the server. One thread does everything: TLS connections can't be shared by two."""
 
     def __init__(self, keys: Path, server: int) -> None:
         self._server = server
-        self._keys = keys
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
         self._own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._own.load_cert_chain(keys / "server.crt", keys / "server.key")
-        self._sent: list[tuple[bytearray, bytearray]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._trusted = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+        self._connections: list[Connection] = []
+        self._open: set[asyncio.Task[None]] = set()
+        self._pieces = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._listener = self._do(asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._own))
+        self.port = int(self._listener.sockets[0].getsockname()[1])
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _serve(self, plain: socket.socket) -> None:
-        trusted = ssl.create_default_context(cafile=str(self._keys / "ca.crt"))
-        with suppress(OSError), self._own.wrap_socket(plain, server_side=True) as site:
-            there = socket.create_connection(("127.0.0.1", self._server))
-            with trusted.wrap_socket(there, server_hostname="127.0.0.1") as server:
-                up, down = bytearray(), bytearray()
-                self._sent.append((up, down))
-                back = threading.Thread(target=_copy, args=(server, site, down), daemon=True)
-                back.start()
-                _copy(site, server, up)
-                back.join()
+    async def _serve(self, from_site: asyncio.StreamReader, to_site: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            from_server, to_server = await asyncio.open_connection(
+                "127.0.0.1", self._server, ssl=self._trusted, server_hostname="127.0.0.1"
+            )
+            connection = Connection()
+            self._connections.append(connection)
 
-    def close(self) -> None:
+            def keep(data: bytes) -> None:
+                connection.moments[len(connection.up)] = self._pieces
+                self._pieces += 1
+                connection.up += data
+
+            await asyncio.gather(_copy(from_site, to_server, keep), _copy(from_server, to_site, connection.down.extend))
+        except OSError:  # the server does not listen yet, or no more
+            to_site.close()
+        finally:
+            self._open.discard(task)
+
+    def close(self, seconds: float = 30.0) -> None:
+        """Wait for the ends of all connections, so that nothing is missing, and stop listening."""
+        self._do(self._end(seconds))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self, seconds: float) -> None:
         self._listener.close()
+        if self._open:
+            _, left = await asyncio.wait(self._open, timeout=seconds)
+            assert not left, "a connection is still open"
 
     @property
     def bytes(self) -> bytes:
         """All that the site sent, in the clear."""
-        return b"\n".join(bytes(up) for up, _ in self._sent)
+        return b"\n".join(bytes(connection.up) for connection in self._connections)
 
     def requests(self) -> list[Request]:
-        return [request for up, _ in self._sent for request in _messages(bytes(up))]
+        """In the order in which they began: a site that sends a heartbeat meanwhile uses two connections in turn."""
+        found = [
+            (connection.moments[begin], request)
+            for connection in self._connections
+            for begin, request in _messages(bytes(connection.up))
+        ]
+        return [request for _, request in sorted(found, key=itemgetter(0))]
 
     def answers(self) -> list[tuple[Kind, Packet]]:
         """What the site answered, with the kind of question; every piece that it sent must be part of an answer."""
         kinds, contents, trees = dict[str, Kind](), dict[str, bytes](), []
-        for _, down in self._sent:
-            for response in _messages(bytes(down)):
+        for connection in self._connections:
+            for _, response in _messages(bytes(connection.down)):
                 with suppress(Exception):  # other responses than that to a pull
                     for message in PullMessagesResponse.FromString(response.body).messages_list:
                         kinds[message.metadata.message_id] = KINDS[message.metadata.message_type]
@@ -110,23 +150,23 @@ class Recorder:
         return found
 
 
-def _copy(source: ssl.SSLSocket, target: ssl.SSLSocket, kept: bytearray) -> None:
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, keep: Callable[[bytes], object]) -> None:
     with suppress(OSError):
-        while data := source.recv(65536):
-            kept += data
-            target.sendall(data)
-    with suppress(OSError):
-        # Not the method of SSLSocket: after that, the other thread would read what is still encrypted.
-        socket.socket.shutdown(target, socket.SHUT_RDWR)
+        while data := await source.read(65536):
+            keep(data)
+            target.write(data)
+            await target.drain()
+    target.close()
 
 
-def _messages(content: bytes) -> Iterator[Request]:
-    """HTTP messages one after another, each with the length of its body."""
-    while content:
-        head, _, rest = content.partition(b"\r\n\r\n")
+def _messages(content: bytes) -> Iterator[tuple[int, Request]]:
+    """HTTP messages one after another, each with the length of its body, and where they begin."""
+    begin = 0
+    while begin < len(content):
+        head, _, rest = content[begin:].partition(b"\r\n\r\n")
         first, *lines = head.decode("ascii").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         assert "transfer-encoding" not in headers
         length = int(headers.get("content-length", 0))
-        yield Request(first, headers, rest[:length])
-        content = rest[length:]
+        yield begin, Request(first, headers, rest[:length])
+        begin += len(head) + 4 + length

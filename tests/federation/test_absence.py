@@ -15,9 +15,12 @@ pytestmark = pytest.mark.federation
 
 
 def test_a_straggler_is_left_behind_and_not_asked_until_it_has_answered(tmp_path: Path) -> None:
-    """Slow in round 2 and, asked again, in the last: the run ends without it, and still tells it so."""
+    """Slow in round 2 and, asked again, in the last: the run ends without it, and still tells it so.
+
+    So many rounds, because the run goes on meanwhile: twelve were over if this process stood still for three seconds.
+    """
     group = {"minimum_members": 3, "enough_replies": 2, "grace": 10}
-    with support.federation(tmp_path, rounds=12, server=group) as real:
+    with support.federation(tmp_path, rounds=40, server=group) as real:
         cedar = real.sites["cedar"]
         real.start()
         real.server.wait_for_round(1)
@@ -28,12 +31,12 @@ def test_a_straggler_is_left_behind_and_not_asked_until_it_has_answered(tmp_path
         cedar.release()
         real.server.wait_to_say("cedar is back after missing rounds?")
         cedar.hold()
-        real.server.wait_for_round(12)
+        real.server.wait_for_round(40)
         real.server.wait_until(lambda: real.folder.finished, "finish the run")
         cedar.release()
         rounds = real.finish().rounds()
         asked = (rounds["participants"] == 3).sum()
-        assert asked <= 12 - 3 and cedar.said.count("asked to train") == asked
+        assert asked <= 40 - 3 and cedar.said.count("asked to train") == asked
         assert 2 <= sum("without client 2 (cedar): no answer yet" in note for note in real.notes) <= asked
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'polyfe
 
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 
+from polyfed.flower.server import Fleet
 from polyfed.message import Message
 from polyfed.remote.transport import Kind, Packet, Patience
 from tests.flower import support
@@ -82,19 +84,32 @@ def test_a_site_that_connects_anew_is_noticed(people: support.Federation) -> Non
     assert fleet.transport.connection("amber") != before
 
 
+def pass_time(fleet: Fleet, seconds: float) -> None:
+    """For the server's patience and for questions, not for heartbeats; the sites have had all the time they needed."""
+    with fleet.link.lock:
+        for question in fleet.link.message_ins_store.values():
+            question.metadata.created_at -= seconds
+    fleet.transport._clock = lambda: time.monotonic() + seconds
+
+
 def test_a_late_answer_is_never_taken_for_another(people: support.Federation) -> None:
     """The first question is given up after its timeout; its answer comes while the second one waits."""
     fleet = people.listen()
-    release = threading.Event()
+    busy, release = threading.Event(), threading.Event()
 
     def slow(kind: Kind, packet: Packet) -> Packet:
         if packet.facts["round"] == 1:
+            busy.set()
             release.wait(20)
         return Packet({"answers": packet.facts["round"]})
 
     people.start("amber", slow)
     wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
-    assert ask(people, "amber", patience=Patience(0.3), round=1) == {}
+    thread, found = asked_in_the_background(people, "amber", round=1)
+    assert busy.wait(20)
+    pass_time(fleet, 20)
+    thread.join(20)
+    assert found == {}
     wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])  # the timeout has passed: it may be asked again
     threading.Timer(0.3, release.set).start()
     assert ask(people, "amber", round=2)["amber"].facts == {"answers": 2}
@@ -122,9 +137,11 @@ def raw(people: support.Federation, name: str) -> tuple[Any, Any]:
     return client, connection._activate(client)
 
 
-def asked_in_the_background(people: support.Federation, name: str) -> tuple[threading.Thread, dict[str, Packet]]:
+def asked_in_the_background(
+    people: support.Federation, name: str, round: int = 7
+) -> tuple[threading.Thread, dict[str, Packet]]:
     found: dict[str, Packet] = {}
-    thread = threading.Thread(target=lambda: found.update(ask(people, name, round=7)))
+    thread = threading.Thread(target=lambda: found.update(ask(people, name, round=round)))
     thread.start()
     return thread, found
 
@@ -160,13 +177,11 @@ def test_half_an_answer_to_a_question_that_was_given_up_is_not_kept(people: supp
     dying = people.connection("amber", echo)
     client = dying._client()
     node = dying._activate(client)
-    found: dict[str, Packet] = {}
-    patience = Patience(2.0)
-    thread = threading.Thread(target=lambda: found.update(ask(people, "amber", patience=patience, round=7)))
-    thread.start()
+    thread, found = asked_in_the_background(people, "amber")
     client.PushObject = lambda piece: (_ for _ in ()).throw(RuntimeError("killed"))  # type: ignore[method-assign]
     with pytest.raises(Exception, match="killed"):
         dying._serve(client, node)
+    pass_time(fleet, 20)
     thread.join(20)
     assert found == {}
     wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
