@@ -28,7 +28,7 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
 if TYPE_CHECKING:
-    from polyfed.engines.together.group import Member
+    from polyfed.engines.together.member import Member
 
 KEPT_NUMBERS = 64
 """How many selections of clients have their `values` kept on the device."""
