@@ -192,6 +192,8 @@ class Federation:
         """
         begin = time.perf_counter()
         downloads = {client: self.download(client) for client in participants}
+        if number < self.config.rounds and not self.engine.patient:  # whose clients come and go
+            self.engine.expect(number + 1, self.participants(number + 1))
         replies = self.engine.train(
             number, downloads, lambda client: self.watcher.on_client(number, client), score=self._scores_after(number)
         )
