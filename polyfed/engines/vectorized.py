@@ -47,6 +47,9 @@ class VectorizedEngine(CohortEngine):
         self._bench = Workbench(self._empty_network)
         self._limit = LARGEST_COHORT
 
+    def expect(self, round: int, clients: Iterable[int]) -> None:
+        self._drawer.expect(round, clients)
+
     def train(
         self,
         round: int,
@@ -131,8 +134,6 @@ class VectorizedEngine(CohortEngine):
                     queued.append(self._begin(clients, downloads, round))
             except torch.OutOfMemoryError:
                 too_large.append(clients)
-        if len(downloads) == self._present:  # so the next round has the same cohorts
-            self._drawer.draw_ahead([work.clients for work in queued], round)
         while queued:
             work = queued.popleft()
             try:
@@ -162,6 +163,7 @@ class VectorizedEngine(CohortEngine):
             stack = self._stack(clients, round, downloads, keep=True)
             # All plans before the first phase: moving one to a GPU waits for everything queued before.
             plans = [plan.on(self.population.device) for plan in self._drawer.plans(clients, round)]
+            self._drawer.draw_ahead(round)
             # One generator for all phases of a client; made only if there is dropout.
             drops = cache(lambda: [self.population.device_generator("dropout", round, client) for client in clients])
             steps = [self._train_phase(clients, stack.state, *each, drops) for each in zip(phases, plans, strict=True)]
@@ -170,11 +172,6 @@ class VectorizedEngine(CohortEngine):
             table = self._tables.of(clients)
             after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs, table)
             return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after, table)
-
-    @property
-    def _present(self) -> int:
-        """How many clients can take part."""
-        return len(self.population.data)
 
     def _train_phase(
         self, clients: list[int], state: State, phase: Phase, plan: Plan, drops: Callable[[], list[torch.Generator]]

@@ -49,6 +49,11 @@ def new_epoch(population: Population, samples: Tensor, phase: Phase, generator: 
     return Epoch(order, augmentations, phase.draw(generator, count) if phase.draw else {})
 
 
+def drawn_for(phase: Phase) -> tuple[object, ...]:
+    """What of a phase decides what is drawn for it, beside a `draw` of its own."""
+    return phase.name, phase.epochs, phase.part, phase.views, phase.augment
+
+
 def epochs(population: Population, client: int, phase: Phase, round: int) -> Iterator[Epoch]:
     """All passes of a client in one phase of one round."""
     samples = phase_samples(population, client, phase)

@@ -117,9 +117,7 @@ class Group:
     def _leave(self, name: str) -> None:
         del self._unfinished[name]
         self._begun.set()
-        member = self._members.pop(name, None)
-        if self._joint is not None and member in self._joint.members:
-            self._joint.members.remove(member)
+        self._members.pop(name, None)
         if len(self._unfinished) <= 1:
             self._dissolve()
         self._serve()
@@ -277,6 +275,9 @@ class Group:
                 request, client = numbers[number]
                 found[request][client] = score
             return
+        following = first.round + 1
+        coming = {request.member: request.member.expected_in(following) for request in found}
+        joint.expect(following, [joint.numbers[member, client] for member, own in coming.items() for client in own])
         for replies in joint.answers(first.round, downloads):
             for reply in replies:
                 member, client = joint.places[reply.client]

@@ -56,6 +56,17 @@ class Member(VectorizedEngine):
         self._group = group
         self._trained, self._evaluated = 0, 0
         """The last round that was trained, and the number of evaluations since."""
+        self._expected: tuple[int, list[int]] = (0, [])
+        """A round, and who will probably train in it."""
+
+    def expect(self, round: int, clients: Iterable[int]) -> None:
+        self._expected = round, list(clients)
+        super().expect(*self._expected)  # should it train alone
+
+    def expected_in(self, round: int) -> list[int]:
+        """Who will probably train in that round, as far as it is known."""
+        known, clients = self._expected
+        return clients if known == round else []
 
     def train(
         self,
@@ -97,4 +108,5 @@ class Member(VectorizedEngine):
 
     def release(self) -> None:
         """Free memory that is only kept to be faster next time."""
+        self._drawer.clear()
         self._let_go()
