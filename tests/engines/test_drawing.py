@@ -141,10 +141,18 @@ def test_on_a_cpu_nothing_is_drawn_ahead(tmp_path: Path, drawn: list[tuple[bool,
 
 
 def test_clients_may_be_in_any_cohort_of_the_round_they_were_expected_in(unhurried: None) -> None:
-    engine, own = expecting(clients=6)
+    """With two phases that have nothing but their names to tell them apart."""
+
+    class Twice(Method):
+        name, title, paper, sends = "twice", "Twice", "none", "nothing"
+
+        def phases(self) -> list[Phase]:
+            return [Phase(name, ("model",), self.loss, 2) for name in ("first", "second")]
+
+    engine, own = expecting({"name": Twice}, clients=6)
     own.expect(2, range(6))
     own.draw_ahead(1)
-    assert len(own._ahead) == 6
+    assert len(own._ahead) == 12
     assert_drawn(engine, [4, 1], 2)
     assert_drawn(engine, [1], 2)  # a second time, as after a lack of memory
     assert_drawn(engine, [0, 5, 3], 3)
