@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from polyfed.engines import VectorizedEngine
+from polyfed.engines.client.batches import all_epochs, epochs
 from polyfed.engines.hosts import Host, HostTraits
 from polyfed.engines.stacked import drawer
 from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.plan import Plan, new_plan
 from polyfed.errors import ClientError
-from polyfed.message import Message
+from polyfed.message import Message, State
 from polyfed.methods.base import Method, Phase
 from tests import support
 from tests.engines.groups import assert_same, run_both, run_joint, seeds, start
@@ -133,6 +134,31 @@ def test_everything_is_drawn_once_and_from_the_second_round_on_ahead(
     *_, run = support.run(tmp_path, VectorizedEngine, "fedproto", **AUGMENTED, **settings)
     expected = [(round > 1, round, client, "model") for round in (1, 2, 3) for client in run.participants(round)]
     assert sorted(drawn) == sorted(expected)
+
+
+def noise(generator: torch.Generator, count: int) -> State:
+    return {"noise": torch.rand(count, 2, generator=generator)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"augment": False}, {"views": 2}, {"part": (0.3, 0.8)}, {"draw": noise}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_all_passes_at_once_are_those_one_after_another(options: dict[str, Any]) -> None:
+    """What a phase's own `draw` takes from its generator comes in between, pass by pass."""
+    people = support.population("standalone", training={"augment": True})
+    phase = Phase("model", ("model",), people.method.loss, 3, **options)
+    single = list(epochs(people, 1, phase, 5))
+    found = all_epochs(people, 1, phase, 5)
+    assert found is not None and len(found.samples) == len(single) == 3
+    for number, own in enumerate(single):
+        assert torch.equal(found.samples[number], own.samples)
+        assert found.augmentations.keys() == own.augmentations.keys()
+        several, one = ({"drawn": each.drawn, **each.augmentations} for each in (found, own))
+        for purpose, draws in one.items():
+            torch.testing.assert_close({n: t[number] for n, t in several[purpose].items()}, draws, rtol=0, atol=0)
+    assert all_epochs(people, 1, replace(phase, epochs=0), 5) is None
 
 
 def test_on_a_cpu_nothing_is_drawn_ahead(tmp_path: Path, drawn: list[tuple[bool, int, int, str]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyfed.compute import to_device
-from polyfed.engines.client.batches import Epoch, epochs
+from polyfed.engines.client.batches import all_epochs
 from polyfed.message import State
 from polyfed.methods.base import Phase
 from polyfed.population import Population
@@ -77,9 +77,15 @@ def client_batches(
     population: Population, client: int, width: int, phase: Phase, round: int, *, singles: bool = True
 ) -> ClientBatches:
     """All batches of one client in a phase; they depend on nobody else's."""
-    table = _table(list(epochs(population, client, population.phase(client, phase), round)), width)
-    if not table or singles:
-        return ClientBatches(table, torch.zeros(0, dtype=torch.int64))
+    epochs, nothing = all_epochs(population, client, population.phase(client, phase), round), torch.zeros(0).long()
+    if epochs is None:
+        return ClientBatches({}, nothing)
+    draws = {"rows": epochs.samples} | {f"drawn.{name}": tensor for name, tensor in epochs.drawn.items()}
+    for purpose, changes in epochs.augmentations.items():
+        draws |= {f"{purpose}.{name}": tensor for name, tensor in changes.items()}
+    table = {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in draws.items()}
+    if singles:
+        return ClientBatches(table, nothing)
     single = (table["rows"] >= 0).sum(1) == 1
     return ClientBatches({name: values[~single] for name, values in table.items()}, table["rows"][single].amax(1))
 
@@ -100,22 +106,10 @@ def plan_of(batches: Sequence[ClientBatches], width: int, size: int, *, pads: bo
     return Plan(inputs, active, samples, filled.tolist(), [own.left_out for own in batches])
 
 
-def _table(passes: Sequence[Epoch], width: int) -> State:
-    """A client's passes over its samples, with all their draws, by name: [batches, width, …]."""
-    named = []
-    for epoch in passes:
-        draws = {"rows": epoch.samples} | {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
-        for purpose, changes in epoch.augmentations.items():
-            draws |= {f"{purpose}.{name}": tensor for name, tensor in changes.items()}
-        named.append(draws)
-    stacked = {name: torch.stack([draws[name] for draws in named]) for name in (named[0] if named else ())}
-    return {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in stacked.items()}
-
-
 def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
     """Values of samples in several passes cut into batches [all batches, width, …], the last of a pass padded."""
     passes, count = values.shape[:2]
     missing = -count % width
     if missing:
         values = torch.cat([values, values.new_full((passes, missing, *values.shape[2:]), filler)], 1)
-    return values.view(-1, width, *values.shape[2:])
+    return values.reshape(-1, width, *values.shape[2:])
