@@ -57,8 +57,7 @@ class Drawer:
     def draw_ahead(self, round: int) -> None:
         """From now on a GPU works on this round: draw meanwhile for the next, if it is known who trains in it."""
         following, clients = self._expected
-        beside = self._population.device.type != "cpu"  # its cores train
-        if not beside or following != round + 1:
+        if self._population.device.type == "cpu" or following != round + 1:  # a CPU's cores are busy with training
             return
         self._expected = (0, [])
         for key in [key for key in self._ahead if key[0] not in (round, following)]:  # of clients that did not train
@@ -90,7 +89,7 @@ class Drawer:
         """A client's batches in a phase: those that were drawn ahead, or drawn now."""
         key, draw = self._task(client, phase, round, found)
         begun = self._ahead.pop(key, None)
-        if begun is not None and not begun.cancel():  # it is being drawn or has been; otherwise it is faster to do so
+        if begun is not None and not begun.cancel():  # one that has not begun is not waited for
             with suppress(Exception):  # what has failed fails again below, as if nobody had tried before
                 return begun.result()
         return draw()
