@@ -137,3 +137,15 @@ class Clock:
         (7.0, 5.0)
         """
         return min(max(needed, default=0.0), math.inf if self.deadline is None else self.deadline)
+
+
+def new_clock(devices: str | None, deadline: float | None, found: Mapping[int, Device] | None) -> Clock | None:
+    """The clock of a run with these settings, if it has one; `found` are its clients' devices in a simulation."""
+    if devices is None:
+        return None
+    if found is None:
+        raise InputError(
+            f"devices is {devices}, but only a simulation has a simulated clock, and these clients are real: "
+            "leave devices and deadline out."
+        )
+    return Clock(found, deadline)

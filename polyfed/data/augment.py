@@ -37,6 +37,21 @@ class Augmentation:
 
     def draw(self, generator: torch.Generator, count: int, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """Draws for `count` images of that shape (channels, height, width), each of them [count]."""
+        return self.draws_of(self.numbers(generator, count), shape)
+
+    def numbers(self, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        """The random numbers behind the draws for `count` images, each of them [count] or [several, count]."""
+        numbers: dict[str, Tensor] = {}
+        if self.flip:
+            numbers["flip"] = torch.rand(count, generator=generator)
+        if self.erase:
+            numbers["erase"] = torch.rand(5, count, generator=generator, dtype=torch.float64)
+        if self.crop:
+            numbers["crop"] = torch.randint(-self.padding, self.padding + 1, (2, count), generator=generator)
+        return numbers
+
+    def draws_of(self, numbers: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """What these random numbers mean for images of that shape; those of several passes may be stacked."""
         if len(shape) != 3:
             raise InputError(
                 f"samples of shape {tuple(shape)} cannot be augmented: only images (channels, height, width) can, so "
@@ -44,12 +59,11 @@ class Augmentation:
             )
         draws: dict[str, Tensor] = {}
         if self.flip:
-            draws["flip"] = torch.rand(count, generator=generator) < 0.5
+            draws["flip"] = numbers["flip"] < 0.5
         if self.erase:
-            draws |= self._draw_rectangles(generator, count, shape[1], shape[2])
+            draws |= self._rectangles(numbers["erase"], shape[1], shape[2])
         if self.crop:
-            shifts = torch.randint(-self.padding, self.padding + 1, (2, count), generator=generator)
-            draws |= {"crop_down": shifts[0], "crop_right": shifts[1]}
+            draws["crop_down"], draws["crop_right"] = numbers["crop"].unbind(-2)
         return draws
 
     def apply(self, images: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
@@ -76,9 +90,9 @@ class Augmentation:
         pixels = images.reshape(count, channels, height * width).gather(2, sources)
         return pixels.view(count, channels, height, width).masked_fill(blank.unsqueeze(1), 0.0)
 
-    def _draw_rectangles(self, generator: torch.Generator, count: int, height: int, width: int) -> dict[str, Tensor]:
+    def _rectangles(self, numbers: Tensor, height: int, width: int) -> dict[str, Tensor]:
         """Rectangles to erase; one of height 0 erases nothing."""
-        happens, area, ratio, top, left = torch.rand(5, count, generator=generator, dtype=torch.float64)
+        happens, area, ratio, top, left = numbers.unbind(-2)
         smallest, largest = self.erase_area
         area = (smallest + area * (largest - smallest)) * height * width
         flattest, steepest = (math.log(limit) for limit in self.erase_ratio)

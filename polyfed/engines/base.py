@@ -91,6 +91,13 @@ class Engine(ABC):
         `score` a reply may carry the client's `evaluation`, where that saves a message.
         """
 
+    def expect(self, round: int, clients: Iterable[int]) -> None:
+        """Called before the training of a round: who will probably train in the next one, which is that `round`.
+
+        An engine may prepare what does not depend on how this round ends. Others may train after all, or nobody.
+        """
+        return
+
     @abstractmethod
     def evaluate(
         self, clients: Iterable[int], round: int, downloads: Mapping[int, Message] | None = None

@@ -49,6 +49,9 @@ class VectorizedEngine(CohortEngine):
         self._bench = Workbench(self._empty_network)
         self._limit = LARGEST_COHORT
 
+    def expect(self, round: int, clients: Iterable[int]) -> None:
+        self._drawer.expect(round, clients)
+
     def train(
         self,
         round: int,
@@ -126,8 +129,6 @@ class VectorizedEngine(CohortEngine):
     ) -> Iterator[list[Reply]]:
         """Queue the work of all cohorts, each on its stream, before waiting for the first."""
         queued, too_large = self._queue_in_turn(cohorts, downloads, round)
-        if len(downloads) == self._present:  # so the next round has the same cohorts
-            self._drawer.draw_ahead([work.clients for work in queued], round)
         while queued:
             work = queued.popleft()
             try:
@@ -170,6 +171,7 @@ class VectorizedEngine(CohortEngine):
                         continue
                     queued[place] = result
                 del begun[place]
+            self._drawer.draw_ahead(round)  # now that this round's batches are drawn
         return deque(queued[place] for place in sorted(queued)), too_large
 
     def _train_stacked(self, clients: list[int], downloads: Mapping[int, Message], round: int) -> list[Reply]:
@@ -198,11 +200,6 @@ class VectorizedEngine(CohortEngine):
         table = self._tables.of(clients)
         after = Afterwards.queued(self.population, clients, network, own, round, self._note, graphs, table)
         return CohortRound(clients, stack, phases, steps, [plan.left_out for plan in plans], after, table)
-
-    @property
-    def _present(self) -> int:
-        """How many clients can take part."""
-        return len(self.population.data)
 
     def _train_phase(
         self, clients: list[int], state: State, phase: Phase, plan: Plan, drops: Callable[[], list[torch.Generator]]

@@ -13,9 +13,9 @@ import torch
 from polyfed import confusion
 from polyfed.compute import out_of_memory
 from polyfed.config import Experiment, share_of
-from polyfed.devices import Clock, Device
+from polyfed.devices import Device, new_clock
 from polyfed.engines.base import Engine
-from polyfed.errors import InputError, RunError
+from polyfed.errors import RunError
 from polyfed.evaluation import Score
 from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
@@ -51,7 +51,7 @@ class Federation:
     ) -> None:
         self.config = config
         self._card = card
-        self._clock = _new_clock(config, devices)
+        self._clock = new_clock(config.devices, config.deadline, devices)
         self.method = method
         self.engine = engine
         self.folder = folder
@@ -192,6 +192,8 @@ class Federation:
         """
         begin = time.perf_counter()
         downloads = {client: self.download(client) for client in participants}
+        if number < self.config.rounds and not self.engine.patient:  # whose clients come and go
+            self.engine.expect(number + 1, self.participants(number + 1))
         replies = self.engine.train(
             number, downloads, lambda client: self.watcher.on_client(number, client), score=self._scores_after(number)
         )
@@ -388,14 +390,3 @@ class Federation:
             self.folder.add_confusion(confusion.rows(best, self.progress.best_confusion))
         counts = {client: dict(score.confusion) for client, score in self.progress.latest.items()}
         self.folder.add_confusion(confusion.rows(last, counts))
-
-
-def _new_clock(config: Experiment, devices: Mapping[int, Device] | None) -> Clock | None:
-    if config.devices is None:
-        return None
-    if devices is None:
-        raise InputError(
-            f"devices is {config.devices}, but only a simulation has a simulated clock, and these clients are real: "
-            "leave devices and deadline out."
-        )
-    return Clock(devices, config.deadline)

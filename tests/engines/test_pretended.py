@@ -16,7 +16,8 @@ from polyfed.engines import VectorizedEngine, new_engine
 from polyfed.engines.base import Engine
 from polyfed.engines.stacked.round import Afterwards
 from polyfed.engines.together import Group
-from polyfed.engines.together.group import Member, current_group
+from polyfed.engines.together.group import current_group
+from polyfed.engines.together.member import Member
 from polyfed.methods import METHODS
 from polyfed.population import Population
 from tests import support

@@ -16,12 +16,11 @@ import torch
 from polyfed.compute import precision
 from polyfed.engines import SequentialEngine, VectorizedEngine, vectorized
 from polyfed.engines import stacked as stacked_package
-from polyfed.engines.stacked import drawer, passes
+from polyfed.engines.stacked import passes
 from polyfed.engines.stacked import round as stacked_round
 from polyfed.engines.stacked.captured import Stream, reason
 from polyfed.engines.stacked.plan import new_plan
 from polyfed.engines.stacked.receiving import receive_all
-from polyfed.engines.stacked.round import CohortRound
 from polyfed.engines.stacked.step import PhaseStep
 from polyfed.errors import DivergedError, InputError
 from polyfed.message import Message
@@ -339,37 +338,6 @@ def test_why_a_step_can_not_be_captured() -> None:
     said = reason(failed(RuntimeError("no copy\nwhile capturing")))
     assert isinstance(said, InputError)
     assert "(no copy while capturing): use --engine sequential" in str(said)
-
-
-@pytest.mark.parametrize(
-    ("participation", "most", "order"),
-    [(1.0, 10_000, "draw 1, draw 2, wait 1, draw 3, wait 2, wait 3"),
-     (0.5, 10_000, "draw 1, wait 1, draw 2, wait 2, draw 3, wait 3"),
-     (1.0, 10, "draw 1, wait 1, draw 2, wait 2, draw 3, wait 3")],
-    ids=["everyone takes part", "some take part", "too many samples"],
-)  # fmt: skip
-def test_batches_are_drawn_once_and_ahead_if_it_is_certain_whose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, participation: float, most: int, order: str
-) -> None:
-    """A round's batches are drawn before the engine waits for the round before."""
-    happened: list[str] = []
-
-    def draw(*given: Any, **named: Any) -> Any:
-        if named:  # not the trial at the beginning
-            happened.append(f"draw {named['round']}")
-        return new_plan(*given, **named)
-
-    def wait(self: CohortRound, totals: Any, visited: Any, round: int) -> list[float]:
-        happened.append(f"wait {round}")
-        return losses(self, totals, visited, round)
-
-    losses = CohortRound.losses
-    monkeypatch.setattr(CohortRound, "losses", wait)
-    monkeypatch.setattr(drawer, "new_plan", draw)
-    monkeypatch.setattr(drawer, "MOST_AHEAD", most)
-    settings = {"models": (support.Wide,), "clients": 4, "rounds": 3, "participation": participation}
-    run(tmp_path, VectorizedEngine, "standalone", **settings)
-    assert ", ".join(happened) == order
 
 
 @pytest.mark.parametrize("engine", [SequentialEngine, VectorizedEngine])

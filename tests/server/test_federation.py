@@ -284,6 +284,26 @@ def test_a_remark_is_shown_only_of_clients_of_whom_it_was_not_shown_before(tmp_p
     assert shown == ["clients 3 and 5: odd", "client 4: odd", "clients 0, 1, 2 and 54 others: odd"]
 
 
+@pytest.mark.parametrize("patient", [False, True])
+def test_an_engine_is_told_who_trains_next(tmp_path: Path, patient: bool) -> None:
+    """Before each round but the last; not where clients come and go, because asking who is there costs messages."""
+    told: list[tuple[int, list[int]]] = []
+    trained: list[tuple[int, list[int]]] = []
+
+    class Told(SequentialEngine):
+        def expect(self, round: int, clients: Iterable[int]) -> None:
+            assert len(trained) == round - 2  # before the training of the round before
+            told.append((round, list(clients)))
+
+        def train(self, round: int, downloads: Mapping[int, Message], *rest: Any, **options: Any) -> list[Reply]:
+            trained.append((round, sorted(downloads)))
+            return super().train(round, downloads, *rest, **options)
+
+    Told.patient = patient
+    support.federation(tmp_path, "standalone", Told, clients=6, rounds=4, participation=0.5).run()
+    assert len(trained) == 4 and told == ([] if patient else trained[1:])
+
+
 def test_the_server_works_where_clients_of_this_process_do(tmp_path: Path) -> None:
     """Forgetting to say so made FedTGP's rounds thirteen times as long."""
 

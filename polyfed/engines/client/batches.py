@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,23 +38,69 @@ class Epoch:
             yield Batch(images, y, views=views, drawn=rows_of(self.drawn, rows, device))
 
 
-def new_epoch(population: Population, samples: Tensor, phase: Phase, generator: torch.Generator) -> Epoch:
-    """Draw the next pass over these samples for a phase."""
-    count = len(samples)
-    order = samples.index_select(0, torch.randperm(count, generator=generator))
-    purposes = [IMAGE] if phase.augment and population.training.augment else []
-    purposes += VIEWS if phase.views == 2 else ()
-    shape = population.task.input_shape
-    augmentations = {purpose: AUGMENTATION.draw(generator, count, shape) for purpose in purposes}
-    return Epoch(order, augmentations, phase.draw(generator, count) if phase.draw else {})
+@dataclass(frozen=True)
+class Numbers:
+    """The random numbers behind a pass, or behind several of them, stacked."""
+
+    order: Tensor
+    augmentations: Mapping[str, State]
+    drawn: State
+    """What a phase's own `draw` gives."""
+
+    @classmethod
+    def new(cls, population: Population, count: int, phase: Phase, generator: torch.Generator) -> Numbers:
+        """Those of the next pass over that many samples for a phase."""
+        order = torch.randperm(count, generator=generator)
+        purposes = [IMAGE] if phase.augment and population.training.augment else []
+        purposes += VIEWS if phase.views == 2 else ()
+        augmentations = {purpose: AUGMENTATION.numbers(generator, count) for purpose in purposes}
+        return cls(order, augmentations, phase.draw(generator, count) if phase.draw else {})
+
+    @classmethod
+    def stacked(cls, passes: Sequence[Numbers]) -> Numbers:
+        """Those of several passes, [passes, …]."""
+        purposes = passes[0].augmentations
+        return cls(
+            torch.stack([own.order for own in passes]),
+            {purpose: _stacked([own.augmentations[purpose] for own in passes]) for purpose in purposes},
+            _stacked([own.drawn for own in passes]),
+        )
+
+    def epoch(self, population: Population, samples: Tensor) -> Epoch:
+        """The pass over these samples."""
+        shape = population.task.input_shape
+        augmentations = {purpose: AUGMENTATION.draws_of(own, shape) for purpose, own in self.augmentations.items()}
+        return Epoch(samples[self.order], augmentations, self.drawn)
+
+
+def _stacked(states: Sequence[State]) -> State:
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def drawn_for(phase: Phase) -> tuple[object, ...]:
+    """What of a phase decides what is drawn for it, beside a `draw` of its own."""
+    return phase.name, phase.epochs, phase.part, phase.views, phase.augment
 
 
 def epochs(population: Population, client: int, phase: Phase, round: int) -> Iterator[Epoch]:
     """All passes of a client in one phase of one round."""
     samples = phase_samples(population, client, phase)
+    for numbers in _numbers(population, client, phase, round, len(samples)):
+        yield numbers.epoch(population, samples)
+
+
+def all_epochs(population: Population, client: int, phase: Phase, round: int) -> Epoch | None:
+    """The same as one, [passes, samples, …], or None if there are none; it takes less time than one after another."""
+    samples = phase_samples(population, client, phase)
+    numbers = list(_numbers(population, client, phase, round, len(samples)))
+    return Numbers.stacked(numbers).epoch(population, samples) if numbers else None
+
+
+def _numbers(population: Population, client: int, phase: Phase, round: int, count: int) -> Iterator[Numbers]:
+    """The random numbers of a client's passes over that many samples."""
     generator = population.generator(f"batches/{phase.name}", round, client)
-    for _ in range(phase.epochs if len(samples) else 0):
-        yield new_epoch(population, samples, phase, generator)
+    for _ in range(phase.epochs if count else 0):
+        yield Numbers.new(population, count, phase, generator)
 
 
 def batches(population: Population, client: int, phase: Phase, round: int) -> Iterator[Batch]:

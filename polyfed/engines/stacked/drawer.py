@@ -1,16 +1,30 @@
-"""Who draws the batches of cohorts: for a round, or for the next one while the GPU works on this one."""
+"""Who draws the batches of cohorts: for a round, or for the next one while the GPU works on this one.
+
+What is drawn ahead belongs to one client, whatever cohort it will be in: its draws come from addresses of its own, so
+they are the same whoever draws them, and when. What was not drawn ahead is drawn when it is needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeAlias
 
-from polyfed.engines.stacked.plan import Plan, new_plan
-from polyfed.engines.stacked.trial import Trial
+import torch
+
+from polyfed.engines.client.batches import drawn_for
+from polyfed.engines.stacked.plan import ClientBatches, Plan, client_batches, plan_of
+from polyfed.engines.stacked.trial import Finding, Trial
+from polyfed.methods.base import Phase
 from polyfed.population import Population
 
 MOST_AHEAD = 5_000_000
-"""Visits of samples that may be drawn ahead; with augmentation each needs some hundred bytes."""
+"""Visits of samples in one round that may be drawn ahead; with augmentation each needs some hundred bytes."""
+
+Key: TypeAlias = tuple[object, ...]
+"""A round, and all else that a client's batches in a phase depend on."""
 
 
 class Drawer:
@@ -21,34 +35,73 @@ class Drawer:
     ) -> None:
         """`width` is the number of samples in a batch of a client, `size` that of clients a cohort is padded to."""
         self._population, self._trial, self._width, self._size = population, trial, width, size
-        self._ahead: dict[tuple[int, ...], list[Plan]] = {}
-        """By round and clients, what was drawn during the previous round."""
+        self._expected: tuple[int, list[int]] = (0, [])
+        """A round, and who will probably train in it."""
+        self._ahead: dict[Key, Future[ClientBatches]] = {}
+        self._hand: ThreadPoolExecutor | None = None
+        """The thread that draws ahead. It touches neither the GPU nor anything that others change."""
 
     def plans(self, clients: list[int], round: int) -> list[Plan]:
         """The batches of these clients in a round, one plan for each phase."""
-        return self._ahead.pop((round, *clients), None) or self._draw(clients, round)
+        found, width, size = self._trial.of(clients[0]), self._width(clients[0]), self._size(clients)
+        plans = []
+        for phase in self._population.method.phases_in(round):
+            batches = [self._batches(client, phase, round, found) for client in clients]
+            plans.append(plan_of(batches, width, size, pads=not found.exact(size, phase)))
+        return plans
 
-    def draw_ahead(self, cohorts: Iterable[list[int]], round: int) -> None:
-        """Draw the batches of these cohorts for the round after this one, if there is one and they are few enough."""
-        self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= round}
-        if round < self._population.task.rounds and self._visits <= MOST_AHEAD:
-            for clients in cohorts:
-                self._ahead[round + 1, *clients] = self._draw(clients, round + 1)
+    def expect(self, round: int, clients: Iterable[int]) -> None:
+        """These clients will probably train in that round."""
+        self._expected = round, list(clients)
+
+    def draw_ahead(self, round: int) -> None:
+        """From now on a GPU works on this round: draw meanwhile for the next, if it is known who trains in it."""
+        following, clients = self._expected
+        if self._population.device.type == "cpu" or following != round + 1:  # a CPU's cores are busy with training
+            return
+        self._expected = (0, [])
+        for key in [key for key in self._ahead if key[0] not in (round, following)]:  # of clients that did not train
+            self._ahead.pop(key).cancel()
+        # A phase's own `draw` is a method's code, which may not be made for another thread.
+        phases = [phase for phase in self._population.method.phases_in(following) if phase.draw is None]
+        passes, left = sum(phase.epochs for phase in phases), MOST_AHEAD
+        for client in clients:
+            found = self._trial.known(client)
+            if found is None or found.reason is not None:
+                continue
+            left -= passes * len(self._population.data[client].train)
+            if left < 0:
+                break
+            for phase in phases:
+                key, draw = self._task(client, phase, following, found)
+                if key not in self._ahead:
+                    self._ahead[key] = self._thread.submit(draw)
 
     def clear(self) -> None:
-        """Drop what was drawn ahead."""
+        """Stop drawing ahead, and drop what was drawn."""
+        self._expected = (0, [])
         self._ahead.clear()
+        if self._hand is not None:
+            self._hand.shutdown(cancel_futures=True)
+            self._hand = None
 
-    @cached_property
-    def _visits(self) -> int:
-        """How many samples all clients together visit in a round."""
-        epochs = sum(phase.epochs for phase in self._population.method.phases())
-        return epochs * sum(len(own.train) for own in self._population.data.values())
+    def _batches(self, client: int, phase: Phase, round: int, found: Finding) -> ClientBatches:
+        """A client's batches in a phase: those that were drawn ahead, or drawn now."""
+        key, draw = self._task(client, phase, round, found)
+        begun = self._ahead.pop(key, None)
+        if begun is not None and not begun.cancel():  # one that has not begun is not waited for
+            with suppress(Exception):  # what has failed fails again below, as if nobody had tried before
+                return begun.result()
+        return draw()
 
-    def _draw(self, clients: list[int], round: int) -> list[Plan]:
-        found, width, size = self._trial.of(clients[0]), self._width(clients[0]), self._size(clients)
-        draw = partial(new_plan, self._population, clients, width, size, round=round)
-        return [
-            draw(phase=phase, singles=phase.name not in found.normed, pads=not found.exact(size, phase))
-            for phase in self._population.method.phases_in(round)
-        ]
+    def _task(self, client: int, phase: Phase, round: int, found: Finding) -> tuple[Key, Callable[[], ClientBatches]]:
+        """What a client's batches in a phase depend on, and how to draw them."""
+        width, singles = self._width(client), phase.name not in found.normed
+        draw = partial(client_batches, self._population, client, width, phase, round, singles=singles)
+        return (round, client, width, singles, *drawn_for(phase)), draw
+
+    @property
+    def _thread(self) -> ThreadPoolExecutor:
+        if self._hand is None:  # looking at the number of compute threads, it takes over that of its maker
+            self._hand = ThreadPoolExecutor(1, "polyfed-drawing", initializer=torch.get_num_threads)
+        return self._hand

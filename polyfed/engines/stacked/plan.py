@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyfed.compute import to_device
-from polyfed.engines.client.batches import Epoch, epochs
+from polyfed.engines.client.batches import all_epochs
 from polyfed.message import State
 from polyfed.methods.base import Phase
 from polyfed.population import Population
@@ -43,6 +43,16 @@ class Plan:
         return {name: tensor[step, :, : self.samples[step]] for name, tensor in self.inputs.items()}
 
 
+@dataclass(frozen=True)
+class ClientBatches:
+    """The batches of one client in one phase."""
+
+    inputs: State
+    """By the names of a plan's inputs, [batches, width, …]; empty without batches."""
+    left_out: Tensor
+    """The samples that are not visited."""
+
+
 def new_plan(
     population: Population,
     clients: Sequence[int],
@@ -59,11 +69,30 @@ def new_plan(
     Without `singles`, batches of one sample are left out, on which batch norm can't train. Without `pads`, for a single
     client, short batches stay as they are.
     """
-    passes = [epochs(population, client, population.phase(client, phase), round) for client in clients]
-    tables = [_table(list(own), width) for own in passes]
-    left_out = [torch.zeros(0, dtype=torch.int64)] * len(clients)
-    if not singles:
-        tables, left_out = map(list, zip(*map(_without_singles, tables), strict=True))
+    own = [client_batches(population, client, width, phase, round, singles=singles) for client in clients]
+    return plan_of(own, width, size, pads=pads)
+
+
+def client_batches(
+    population: Population, client: int, width: int, phase: Phase, round: int, *, singles: bool = True
+) -> ClientBatches:
+    """All batches of one client in a phase; they depend on nobody else's."""
+    epochs, nothing = all_epochs(population, client, population.phase(client, phase), round), torch.zeros(0).long()
+    if epochs is None:
+        return ClientBatches({}, nothing)
+    draws = {"rows": epochs.samples} | {f"drawn.{name}": tensor for name, tensor in epochs.drawn.items()}
+    for purpose, changes in epochs.augmentations.items():
+        draws |= {f"{purpose}.{name}": tensor for name, tensor in changes.items()}
+    table = {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in draws.items()}
+    if singles:
+        return ClientBatches(table, nothing)
+    single = (table["rows"] >= 0).sum(1) == 1
+    return ClientBatches({name: values[~single] for name, values in table.items()}, table["rows"][single].amax(1))
+
+
+def plan_of(batches: Sequence[ClientBatches], width: int, size: int, *, pads: bool = True) -> Plan:
+    """These clients' batches as one plan; `new_plan` says how."""
+    tables = [own.inputs for own in batches]
     steps = max((len(table["rows"]) for table in tables if table), default=0)
     inputs: State = {"rows": torch.full((steps, size, width), -1)}
     for column, table in enumerate(tables):
@@ -74,27 +103,7 @@ def new_plan(
     filled = (inputs["rows"] >= 0).sum(2)
     active = ((filled > 0) * torch.arange(1, size + 1)).amax(1).tolist()
     samples = [width] * len(filled) if pads else filled.amax(1).tolist()
-    return Plan(inputs, active, samples, filled.tolist(), left_out)
-
-
-def _table(passes: Sequence[Epoch], width: int) -> State:
-    """A client's passes over its samples, with all their draws, by name: [batches, width, …]."""
-    named = []
-    for epoch in passes:
-        draws = {"rows": epoch.samples} | {f"drawn.{name}": tensor for name, tensor in epoch.drawn.items()}
-        for purpose, changes in epoch.augmentations.items():
-            draws |= {f"{purpose}.{name}": tensor for name, tensor in changes.items()}
-        named.append(draws)
-    stacked = {name: torch.stack([draws[name] for draws in named]) for name in (named[0] if named else ())}
-    return {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in stacked.items()}
-
-
-def _without_singles(table: State) -> tuple[State, Tensor]:
-    """A client's batches without those of one sample, and these samples."""
-    if not table:
-        return table, torch.zeros(0, dtype=torch.int64)
-    single = (table["rows"] >= 0).sum(1) == 1
-    return {name: values[~single] for name, values in table.items()}, table["rows"][single].amax(1)
+    return Plan(inputs, active, samples, filled.tolist(), [own.left_out for own in batches])
 
 
 def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
@@ -103,4 +112,4 @@ def _in_batches(values: Tensor, width: int, filler: int) -> Tensor:
     missing = -count % width
     if missing:
         values = torch.cat([values, values.new_full((passes, missing, *values.shape[2:]), filler)], 1)
-    return values.view(-1, width, *values.shape[2:])
+    return values.reshape(-1, width, *values.shape[2:])

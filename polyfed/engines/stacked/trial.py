@@ -69,6 +69,10 @@ class Trial:
                 self._note(f"clients with {name} train one after another: {found.reason}")
         return self._found[name]
 
+    def known(self, client: int) -> Finding | None:
+        """The same without trying anything: None if the architecture has not been tried yet."""
+        return self._found.get(self._population.architectures[client].name)
+
     def _draws(self, name: str) -> str | None:
         return "it draws from a global generator, which is seeded for each" if name in self._population.draws else None
 

@@ -28,7 +28,7 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 
 if TYPE_CHECKING:
-    from polyfed.engines.together.group import Member
+    from polyfed.engines.together.member import Member
 
 KEPT_NUMBERS = 64
 """How many selections of clients have their `values` kept on the device."""
@@ -155,15 +155,9 @@ class JointEngine(VectorizedEngine):
         super().__init__(_joined(self.places, list(members)), memory_budget=0)
         self.notes.clear()  # each run has said the same
         self.store = JointStore(self.places)
-        self.members = list(members)
-        """Those whose runs have not ended."""
         self._beginners.clear()  # whose initial states are those of their runs
         self._untried = self._common_networks()
         """Copies of networks that have not been tried yet, by name."""
-
-    @property
-    def _present(self) -> int:
-        return sum(len(member.population.data) for member in self.members)
 
     def _common_networks(self) -> dict[str, ClientNetwork]:
         """Copies of the networks, by name; raises if they differ between runs in anything but their states."""
