@@ -50,6 +50,7 @@ a paper prints. The first row has Standalone's own accuracy. [All tables, and ho
 OWN = """## Beside the papers' numbers
 
 Gains are over Standalone, and there are {seeds} seeds, unless a row says otherwise. The link leads to all methods."""
+NOT_YET = "not run yet"
 MOST_NAMES = 20
 """How many methods without any run are named; of more, only their number is given."""
 NOT_COMPARED = (*(FREE - {"rounds"}), "method", "seed", "eval_every")
@@ -141,19 +142,28 @@ def origin(given: Comparison) -> str:
 
 
 def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) -> str:
-    """Our gains and the first published ones, for entries with all seeds of these methods, and a summary below."""
+    """Our gains and the first published ones, and a summary below.
+
+    An entry has a column when more than half of these methods have all their seeds, among them its base.
+    """
     entries, methods, rows = campaign.front.get("entries", []), campaign.front.get("methods", []), []
+    complete = {
+        each.name: [row for row in methods if each.of(row) and " of " not in each.seeds(row, each.entry.points[0])]
+        for each in comparisons
+        if each.name in entries
+    }
     chosen = [
         each
         for each in comparisons
-        if each.name in entries and not any(" of " in each.seeds(row, each.entry.points[0]) for row in methods)
+        if each.entry.base in (known := complete.get(each.name, [])) and 2 * len(known) > len(methods)
     ]
     for row in methods:
         cells = []
         for each in chosen:
             setting, base = each.entry.points[0], each.entry.base
             papers = [printed(beside, row, setting, base)[row != base] for beside in each.papers]
-            ours, theirs = short(each, row), next((text for text in papers if text), "")
+            ours = short(each, row) if row in complete[each.name] else NOT_YET if row in each.order else ""
+            theirs = next((text for text in papers if text), "")
             cells.append(f"{ours} ({theirs})" if ours and theirs else ours)
         rows.append([title_of(row), *cells])
     titles = [each.entry.title + ", reduced" * bool(each.entry.smaller) for each in chosen]

@@ -62,6 +62,15 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     assert "**Not complete: 6 of 9 runs.** No run yet: FedSSA. **Reduced" in page(comparisons, papers / "words")
     shown = front(campaign, comparisons, papers / "words")  # the front page has what is complete
     assert "| FedProto | 0.0 ± 0.0 (−0.02) |" in shown
+    for methods, lines in {
+        "standalone, fedproto, fedssa, fedavg": [],  # not more than half of them
+        "fedproto, fedssa": [],  # nor the base
+        "standalone, fedproto, fedavg": ["FedAvg | "],  # which the entry does not have
+        "standalone, fedproto, fedssa": ["FedSSA | not run yet (+0.01)"],
+    }.items():
+        chosen = campaign.model_copy(update={"front": {"methods": methods.split(", "), "entries": ["tiny"]}})
+        shown = front(chosen, comparisons, papers / "words").partition("\n\nWhat")[0]
+        assert shown.splitlines()[-1:] == [f"| {line} |" for line in lines]
 
 
 def test_gains_of_fewer_seeds_say_so(papers: Path) -> None:
