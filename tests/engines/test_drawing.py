@@ -216,6 +216,18 @@ def test_what_is_not_needed_is_dropped(unhurried: None) -> None:
     assert {key[:2] for key in own._ahead} == {(4, 0)}
 
 
+def test_what_is_not_needed_is_dropped_although_nobody_is_expected_any_more(unhurried: None) -> None:
+    """As on a host whose clients all took part only once."""
+    engine, own = expecting()
+    own.expect(2, [0, 1])
+    own.draw_ahead(1)
+    assert_drawn(engine, [0], 2)
+    own.draw_ahead(2)
+    assert {key[:2] for key in own._ahead} == {(2, 1)}  # which may be in a later cohort of this round
+    own.draw_ahead(3)
+    assert not own._ahead
+
+
 def test_an_expectation_is_for_the_next_round_only(aside: None) -> None:
     _, own = expecting()
     own.expect(3, [0, 1])
