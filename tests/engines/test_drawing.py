@@ -189,14 +189,15 @@ def test_clients_may_be_in_any_cohort_of_the_round_they_were_expected_in(unhurri
 def test_a_phase_that_has_changed_meanwhile_is_drawn_anew(unhurried: None) -> None:
     class Grows(Method):
         name, title, paper, sends = "grows", "Grows", "none", "nothing"
-        epochs, part = 1, (0.0, 0.5)
+        epochs, part, views, augment, noise = 1, (0.0, 0.5), 1, True, None
 
         def phases(self) -> list[Phase]:
-            first = Phase("first", ("model",), self.loss, self.epochs)
-            return [first, Phase("second", ("model",), self.loss, 1, part=self.part)]
+            first = Phase("first", ("model",), self.loss, self.epochs, views=self.views, draw=self.noise)
+            return [first, Phase("second", ("model",), self.loss, 1, part=self.part, augment=self.augment)]
 
     engine, own = expecting({"name": Grows})
-    for name, value in (("epochs", 2), ("part", (0.5, 1.0))):
+    changes = {"epochs": 2, "part": (0.5, 1.0), "views": 2, "augment": False, "noise": noise}
+    for name, value in changes.items():
         own.expect(2, range(4))
         own.draw_ahead(1)
         setattr(engine.population.method, name, value)
