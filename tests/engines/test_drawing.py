@@ -324,6 +324,18 @@ def test_what_is_being_drawn_is_waited_for_and_the_rest_is_not(
     assert drawn[2:] in ([], [(True, 2, 1, "model")])  # the second, if it had begun; not the third
 
 
+def test_an_engine_that_is_stopped_while_it_waits_for_the_thread_still_frees_its_files(
+    monkeypatch: pytest.MonkeyPatch, aside: None
+) -> None:
+    engine, closed = expecting()[0], list[bool]()
+    monkeypatch.setattr(engine.store, "close", lambda: closed.append(True))
+    with monkeypatch.context() as patch:
+        patch.setattr(Drawer, "clear", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert closed == [True]
+
+
 def test_runs_that_train_together_draw_ahead_for_all_of_them(
     tmp_path: Path, unhurried: None, drawn: list[tuple[bool, int, int, str]], calls: list[list[int]]
 ) -> None:
