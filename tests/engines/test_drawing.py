@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from polyfed.engines import VectorizedEngine
-from polyfed.engines.client.batches import all_epochs, epochs
+from polyfed.engines.client.batches import AUGMENTATION, Epoch, all_epochs, epochs
 from polyfed.engines.hosts import Host, HostTraits
 from polyfed.engines.stacked import drawer
 from polyfed.engines.stacked.drawer import Drawer
@@ -159,6 +159,18 @@ def test_all_passes_at_once_are_those_one_after_another(options: dict[str, Any])
         for purpose, draws in one.items():
             torch.testing.assert_close({n: t[number] for n, t in several[purpose].items()}, draws, rtol=0, atol=0)
     assert all_epochs(people, 1, replace(phase, epochs=0), 5) is None
+
+
+def test_a_pass_takes_its_numbers_in_an_order_that_earlier_results_depend_on() -> None:
+    people = support.population("standalone", training={"augment": True})
+    phase = Phase("model", ("model",), people.method.loss, 1, views=2, draw=noise)
+    generator, samples = people.generator("batches/model", 5, 1), people.data[1].train
+    order = torch.randperm(len(samples), generator=generator)
+    shape = people.task.input_shape
+    images = {name: AUGMENTATION.draw(generator, len(samples), shape) for name in ("image", "first", "second")}
+    expected = Epoch(samples[order], images, noise(generator, len(samples)))
+    (found,) = epochs(people, 1, phase, 5)
+    torch.testing.assert_close(vars(found), vars(expected), rtol=0, atol=0)
 
 
 def test_on_a_cpu_nothing_is_drawn_ahead(tmp_path: Path, drawn: list[tuple[bool, int, int, str]]) -> None:
