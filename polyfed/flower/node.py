@@ -137,7 +137,7 @@ class SiteConnection:
             raise
         finally:
             lost.set()
-            beating.join(BEATS)  # a heartbeat after the farewell would count as being there
+            beating.join(BEATS)  # it uses the client, which is closed next
             if self.stop.is_set():
                 with suppress(httpx.HTTPError, RuntimeError):
                     client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
@@ -147,7 +147,8 @@ class SiteConnection:
         request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT)
         while not lost.wait(BEATS):
             try:
-                client.SendNodeHeartbeat(request)
+                if not client.SendNodeHeartbeat(request).success:  # the farewell of the process before came late
+                    lost.set()
             except httpx.HTTPStatusError:  # a server that was started anew knows other connections
                 lost.set()
             except (httpx.HTTPError, RuntimeError):
