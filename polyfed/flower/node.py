@@ -95,7 +95,12 @@ class SiteConnection:
                     raise
                 self._note(str(error))
             except Unreachable as error:
-                if str(error) != reason:  # said once, not at every attempt
+                if self.stop.is_set():
+                    self._note(
+                        f"no connection to {self._address} ({error}) before it confirmed the last answer: if it still "
+                        "waits for that, start this site again"
+                    )
+                elif str(error) != reason:  # said once, not at every attempt
                     self._note(f"no connection to {self._address} ({error}); trying again until there is")
                 reason = str(error)
             self.stop.wait(wait)

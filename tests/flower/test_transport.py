@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'polyfed[flower]'")
 
+import httpx
 from flwr.proto.fleet_pb2 import DeactivateNodeRequest, PullMessagesRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 
@@ -234,6 +235,36 @@ def test_a_site_that_is_taken_for_gone_connects_anew(
     wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
     assert fleet.transport.connection("amber") == before + 1
     assert any("it does not know this connection any more" in note for note in people.notes)
+
+
+def test_a_site_that_ends_does_not_say_that_it_tries_again(people: support.Federation) -> None:
+    """The server ends before it confirms the site's last answer."""
+    fleet = people.listen()
+
+    def last(kind: Kind, packet: Packet) -> Packet:
+        site.stop.set()
+        return Packet()
+
+    def lost(request: Any) -> Any:
+        raise httpx.ReadError("it is gone")
+
+    site = people.connection("amber", last)
+    connect = site._client
+
+    def connected() -> Any:
+        client = connect()
+        client.PushMessages = lost  # type: ignore[method-assign]
+        return client
+
+    site._client = connected
+    running = threading.Thread(target=site.run, daemon=True)
+    running.start()
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    thread, _ = asked_in_the_background(people, "amber")
+    running.join(20)
+    thread.join(20)
+    assert not running.is_alive() and not any("trying again" in note for note in people.notes)
+    assert any("(ReadError) before it confirmed the last answer: if it still waits" in note for note in people.notes)
 
 
 def test_who_loses_the_connection_during_a_question_fails_with_a_reason(people: support.Federation) -> None:
