@@ -95,8 +95,8 @@ class VectorizedEngine(CohortEngine):
         return {client: scores[client] for client in sorted(scores)}
 
     def close(self) -> None:
-        self._drawer.clear()
         try:
+            self._drawer.clear()
             self._let_go()
         finally:
             super().close()

@@ -95,7 +95,12 @@ class SiteConnection:
                     raise
                 self._note(str(error))
             except Unreachable as error:
-                if str(error) != reason:  # said once, not at every attempt
+                if self.stop.is_set():
+                    self._note(
+                        f"no connection to {self._address} ({error}) before it confirmed the last answer: if it still "
+                        "waits for that, start this site again"
+                    )
+                elif str(error) != reason:  # said once, not at every attempt
                     self._note(f"no connection to {self._address} ({error}); trying again until there is")
                 reason = str(error)
             self.stop.wait(wait)
@@ -137,7 +142,7 @@ class SiteConnection:
             raise
         finally:
             lost.set()
-            beating.join(BEATS)  # a heartbeat after the farewell would count as being there
+            beating.join(BEATS)  # it uses the client, which is closed next
             if self.stop.is_set():
                 with suppress(httpx.HTTPError, RuntimeError):
                     client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
@@ -147,7 +152,8 @@ class SiteConnection:
         request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT)
         while not lost.wait(BEATS):
             try:
-                client.SendNodeHeartbeat(request)
+                if not client.SendNodeHeartbeat(request).success:  # the farewell of the process before came late
+                    lost.set()
             except httpx.HTTPStatusError:  # a server that was started anew knows other connections
                 lost.set()
             except (httpx.HTTPError, RuntimeError):

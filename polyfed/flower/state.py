@@ -66,6 +66,8 @@ class Link(InMemoryLinkState):
         self._arriving: dict[str, Arriving] = {}
         """Answers by question."""
         self._activations: Counter[int] = Counter()
+        self._left: set[int] = set()
+        """The members that have said farewell and not connected since."""
         self._refused: dict[str, str] = {}
         """Why the answer to a question was refused when it came in."""
         self._numbers = {
@@ -97,7 +99,19 @@ class Link(InMemoryLinkState):
                         self._drop_answer(message_id)
                     question.metadata.delivered_at = ""
             self._activations[node_id] += 1
+            self._left.discard(node_id)
             return super().activate_node(node_id, heartbeat_interval)
+
+    def deactivate_node(self, node_id: int) -> bool:
+        """A site says farewell."""
+        with self.lock:
+            self._left.add(node_id)
+            return super().deactivate_node(node_id)
+
+    def acknowledge_node_heartbeat(self, node_id: int, heartbeat_interval: float) -> bool:
+        """A heartbeat; one that was still on its way when its site said farewell does not bring the site back."""
+        with self.lock:
+            return node_id not in self._left and super().acknowledge_node_heartbeat(node_id, heartbeat_interval)
 
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from polyfed.engines import VectorizedEngine
-from polyfed.engines.client.batches import all_epochs, epochs
+from polyfed.engines.client.batches import AUGMENTATION, Epoch, all_epochs, epochs
 from polyfed.engines.hosts import Host, HostTraits
 from polyfed.engines.stacked import drawer
 from polyfed.engines.stacked.drawer import Drawer
@@ -161,6 +161,18 @@ def test_all_passes_at_once_are_those_one_after_another(options: dict[str, Any])
     assert all_epochs(people, 1, replace(phase, epochs=0), 5) is None
 
 
+def test_a_pass_takes_its_numbers_in_an_order_that_earlier_results_depend_on() -> None:
+    people = support.population("standalone", training={"augment": True})
+    phase = Phase("model", ("model",), people.method.loss, 1, views=2, draw=noise)
+    generator, samples = people.generator("batches/model", 5, 1), people.data[1].train
+    order = torch.randperm(len(samples), generator=generator)
+    shape = people.task.input_shape
+    images = {name: AUGMENTATION.draw(generator, len(samples), shape) for name in ("image", "first", "second")}
+    expected = Epoch(samples[order], images, noise(generator, len(samples)))
+    (found,) = epochs(people, 1, phase, 5)
+    torch.testing.assert_close(vars(found), vars(expected), rtol=0, atol=0)
+
+
 def test_on_a_cpu_nothing_is_drawn_ahead(tmp_path: Path, drawn: list[tuple[bool, int, int, str]]) -> None:
     support.run(tmp_path, VectorizedEngine, "standalone", rounds=3)
     assert len(drawn) == 12 and not any(ahead for ahead, *_ in drawn)
@@ -189,14 +201,15 @@ def test_clients_may_be_in_any_cohort_of_the_round_they_were_expected_in(unhurri
 def test_a_phase_that_has_changed_meanwhile_is_drawn_anew(unhurried: None) -> None:
     class Grows(Method):
         name, title, paper, sends = "grows", "Grows", "none", "nothing"
-        epochs, part = 1, (0.0, 0.5)
+        epochs, part, views, augment, noise = 1, (0.0, 0.5), 1, True, None
 
         def phases(self) -> list[Phase]:
-            first = Phase("first", ("model",), self.loss, self.epochs)
-            return [first, Phase("second", ("model",), self.loss, 1, part=self.part)]
+            first = Phase("first", ("model",), self.loss, self.epochs, views=self.views, draw=self.noise)
+            return [first, Phase("second", ("model",), self.loss, 1, part=self.part, augment=self.augment)]
 
     engine, own = expecting({"name": Grows})
-    for name, value in (("epochs", 2), ("part", (0.5, 1.0))):
+    changes = {"epochs": 2, "part": (0.5, 1.0), "views": 2, "augment": False, "noise": noise}
+    for name, value in changes.items():
         own.expect(2, range(4))
         own.draw_ahead(1)
         setattr(engine.population.method, name, value)
@@ -214,6 +227,18 @@ def test_what_is_not_needed_is_dropped(unhurried: None) -> None:
         own.expect(round + 1, [0])
         own.draw_ahead(round)
     assert {key[:2] for key in own._ahead} == {(4, 0)}
+
+
+def test_what_is_not_needed_is_dropped_although_nobody_is_expected_any_more(unhurried: None) -> None:
+    """As on a host whose clients all took part only once."""
+    engine, own = expecting()
+    own.expect(2, [0, 1])
+    own.draw_ahead(1)
+    assert_drawn(engine, [0], 2)
+    own.draw_ahead(2)
+    assert {key[:2] for key in own._ahead} == {(2, 1)}  # which may be in a later cohort of this round
+    own.draw_ahead(3)
+    assert not own._ahead
 
 
 def test_an_expectation_is_for_the_next_round_only(aside: None) -> None:
@@ -309,6 +334,18 @@ def test_what_is_being_drawn_is_waited_for_and_the_rest_is_not(
     engine.close()
     assert not drawing() and not own._ahead
     assert drawn[2:] in ([], [(True, 2, 1, "model")])  # the second, if it had begun; not the third
+
+
+def test_an_engine_that_is_stopped_while_it_waits_for_the_thread_still_frees_its_files(
+    monkeypatch: pytest.MonkeyPatch, aside: None
+) -> None:
+    engine, closed = expecting()[0], list[bool]()
+    monkeypatch.setattr(engine.store, "close", lambda: closed.append(True))
+    with monkeypatch.context() as patch:
+        patch.setattr(Drawer, "clear", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert closed == [True]
 
 
 def test_runs_that_train_together_draw_ahead_for_all_of_them(

@@ -11,8 +11,11 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'polyfed[flower]'")
 
-from flwr.proto.fleet_pb2 import PullMessagesRequest
+import httpx
+from flwr.proto.fleet_pb2 import DeactivateNodeRequest, PullMessagesRequest
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 
+from polyfed.flower import node as site_end
 from polyfed.flower.server import Fleet
 from polyfed.message import Message
 from polyfed.remote.transport import Kind, Packet, Patience
@@ -206,6 +209,62 @@ def test_a_site_that_leaves_is_known_to_be_away(people: support.Federation) -> N
     wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
     site.stop.set()
     wait_for(lambda: not fleet.transport.nodes())
+
+
+def test_a_heartbeat_that_comes_after_the_farewell_does_not_bring_a_site_back(people: support.Federation) -> None:
+    fleet = people.listen()
+    client, node = raw(people, "amber")
+    beat = SendNodeHeartbeatRequest(node=node, heartbeat_interval=site_end.HEARTBEAT)
+    assert client.SendNodeHeartbeat(beat).success and list(fleet.transport.present()) == ["amber"]
+    client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
+    assert not client.SendNodeHeartbeat(beat).success and not fleet.transport.present()
+    raw(people, "amber")
+    assert client.SendNodeHeartbeat(beat).success and list(fleet.transport.present()) == ["amber"]
+
+
+def test_a_site_that_is_taken_for_gone_connects_anew(
+    people: support.Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A farewell of the process before it came late."""
+    monkeypatch.setattr(site_end, "BEATS", 0.05)
+    fleet = people.listen()
+    people.start("amber", echo)
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    before = fleet.transport.connection("amber")
+    fleet.link.deactivate_node(fleet.link._numbers["amber"])
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    assert fleet.transport.connection("amber") == before + 1
+    assert any("it does not know this connection any more" in note for note in people.notes)
+
+
+def test_a_site_that_ends_does_not_say_that_it_tries_again(people: support.Federation) -> None:
+    """The server ends before it confirms the site's last answer."""
+    fleet = people.listen()
+
+    def last(kind: Kind, packet: Packet) -> Packet:
+        site.stop.set()
+        return Packet()
+
+    def lost(request: Any) -> Any:
+        raise httpx.ReadError("it is gone")
+
+    site = people.connection("amber", last)
+    connect = site._client
+
+    def connected() -> Any:
+        client = connect()
+        client.PushMessages = lost  # type: ignore[method-assign]
+        return client
+
+    site._client = connected
+    running = threading.Thread(target=site.run, daemon=True)
+    running.start()
+    wait_for(lambda: list(fleet.transport.nodes()) == ["amber"])
+    thread, _ = asked_in_the_background(people, "amber")
+    running.join(20)
+    thread.join(20)
+    assert not running.is_alive() and not any("trying again" in note for note in people.notes)
+    assert any("(ReadError) before it confirmed the last answer: if it still waits" in note for note in people.notes)
 
 
 def test_who_loses_the_connection_during_a_question_fails_with_a_reason(people: support.Federation) -> None:

@@ -78,8 +78,8 @@ def _stacked(states: Sequence[State]) -> State:
 
 
 def drawn_for(phase: Phase) -> tuple[object, ...]:
-    """What of a phase decides what is drawn for it, beside a `draw` of its own."""
-    return phase.name, phase.epochs, phase.part, phase.views, phase.augment
+    """What of a phase decides what is drawn for it; of a `draw` of its own only whether there is one."""
+    return phase.name, phase.epochs, phase.part, phase.views, phase.augment, phase.draw is not None
 
 
 def epochs(population: Population, client: int, phase: Phase, round: int) -> Iterator[Epoch]:

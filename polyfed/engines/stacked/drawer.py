@@ -56,12 +56,12 @@ class Drawer:
 
     def draw_ahead(self, round: int) -> None:
         """From now on a GPU works on this round: draw meanwhile for the next, if it is known who trains in it."""
+        for key in [key for key in self._ahead if key[0] not in (round, round + 1)]:  # of clients that did not train
+            self._ahead.pop(key).cancel()
         following, clients = self._expected
         if self._population.device.type == "cpu" or following != round + 1:  # a CPU's cores are busy with training
             return
         self._expected = (0, [])
-        for key in [key for key in self._ahead if key[0] not in (round, following)]:  # of clients that did not train
-            self._ahead.pop(key).cancel()
         # A phase's own `draw` is a method's code, which may not be made for another thread.
         phases = [phase for phase in self._population.method.phases_in(following) if phase.draw is None]
         passes, left = sum(phase.epochs for phase in phases), MOST_AHEAD
