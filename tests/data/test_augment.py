@@ -47,6 +47,20 @@ def test_any_combination_equals_the_plain_loop(flip: bool, erase: bool, crop: bo
     assert bool(draws) == (flip or erase or crop)
 
 
+def test_a_seed_draws_what_it_always_has() -> None:
+    """Other draws from the same seed would change all results with augmented images."""
+    draws = Augmentation().draw(torch.Generator().manual_seed(0), 6, (3, 32, 32))
+    assert {name: values.tolist() for name, values in draws.items()} == {
+        "flip": [True, False, True, True, True, False],
+        "erase_top": [16, 2, 13, 4, 10, 14],
+        "erase_left": [15, 16, 5, 19, 14, 3],
+        "erase_height": [0, 0, 0, 11, 15, 0],
+        "erase_width": [10, 11, 10, 9, 10, 13],
+        "crop_down": [0, 3, 4, 0, 4, -2],
+        "crop_right": [2, 3, -4, 1, -1, 0],
+    }
+
+
 def test_flip_flips_about_half() -> None:
     augmentation, images = Augmentation(erase=False, crop=False), pictures(400)
     result = augmentation.apply(images, augmentation.draw(torch_generator(0), 400, SHAPE))

@@ -9,7 +9,7 @@ from polyfed.engines.client.batches import visits
 from polyfed.engines.client.workbench import state_of
 from polyfed.engines.stacked import passes
 from polyfed.engines.stacked.round import CohortRound
-from polyfed.engines.stacked.tables import Table, Tables
+from polyfed.engines.stacked.tables import SOME, Table, Tables
 from tests import support
 
 PEOPLE = support.population("fedproto", models=(support.Wide,), clients=5, classes_per_client=2)
@@ -34,6 +34,8 @@ def test_every_row_is_of_its_client(clients: tuple[int, ...]) -> None:
         assert set(groups[row, len(own.train) :].tolist()) <= {len(clients) * classes}
         assert table.visits(phase)[row].tolist() == visits(PEOPLE, client, phase).tolist()
         assert table.counts[row].tolist() == PEOPLE.counts[client].tolist()
+        repeated = own.train.tolist() * SOME
+        assert table.some[row].tolist() == repeated[:SOME]
     held, counts = table.holdings
     assert torch.equal(table.counts.flatten()[held], counts)
     assert sum(table.seen) == len(held)

@@ -18,7 +18,7 @@ from polyfed.engines import SequentialEngine, VectorizedEngine, vectorized
 from polyfed.engines import stacked as stacked_package
 from polyfed.engines.stacked import passes
 from polyfed.engines.stacked import round as stacked_round
-from polyfed.engines.stacked.captured import Stream, reason
+from polyfed.engines.stacked.captured import CapturedStep, Stream, reason
 from polyfed.engines.stacked.plan import new_plan
 from polyfed.engines.stacked.receiving import receive_all
 from polyfed.engines.stacked.step import PhaseStep
@@ -250,6 +250,28 @@ def test_a_cohort_that_does_not_fit_is_halved_and_said_so(tmp_path: Path, monkey
     assert [note for note in notes if "did not fit" in note] == [
         "4 clients at once did not fit into memory; from now on at most 2 train together"
     ]
+
+
+def test_a_cohort_that_runs_out_of_memory_between_turns_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have queued steps in between, and its own steps so far are forgotten."""
+    settings: dict[str, Any] = {"batch_size": 2, "rounds": 2, "training": {"momentum": 0.5}}
+    expected, _, _ = run(tmp_path, SequentialEngine, "fedproto", **settings)
+    original, refused = CapturedStep.queued, []
+
+    def short_of_memory(self: CapturedStep, *given: Any) -> Any:
+        for number, _ in enumerate(original(self, *given)):
+            if number == 3 and not refused:
+                refused.append(self)
+                raise torch.OutOfMemoryError("no room")
+            yield
+
+    monkeypatch.setattr(CapturedStep, "queued", short_of_memory)
+    monkeypatch.setattr(vectorized, "STEPS_IN_A_TURN", 2)
+    actual, notes, _ = run(tmp_path, VectorizedEngine, "fedproto", **settings)
+    pd.testing.assert_frame_equal(actual, expected, check_exact=False, rtol=1e-4, atol=1e-5)
+    assert refused and any("side by side" in note for note in notes)
 
 
 def test_a_finished_client_does_not_move(tmp_path: Path) -> None:
