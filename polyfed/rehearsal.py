@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.compute import compute_threads
+from polyfed.engines.client.phases import phases_in
 from polyfed.engines.client.probing import ask
 from polyfed.engines.client.round import batch_norm_trains, set_modes
 from polyfed.errors import InputError, PolyfedError, clients_named, first_line, user_place
@@ -34,6 +35,8 @@ def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Popu
     for client, architecture in population.architectures.items():
         owners.setdefault(architecture.name, []).append(client)
     _check_anything_travels(population)
+    for round in range(1, population.task.rounds + 1):
+        phases_in(population.method, round)
     drawing = set()
     for name, clients in owners.items():
         model = models[name]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from polyfed.compute import finish_gpu_work, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
+from polyfed.engines.sameness import same
 from polyfed.engines.stacked.captured import CapturedStep, Stream, stepped
 from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.layers import trouble
@@ -99,7 +100,7 @@ class CohortEngine(LocalEngine):
     def _captured(self, client: int, state: State, phase: Phase) -> CapturedStep:
         name = self._architecture(client)
         key = (name, len(next(iter(state.values()))), phase.name)
-        if key not in self._steps:
+        if key not in self._steps or not same(self._steps[key].step.phase, phase):  # it may change between rounds
             exact = self._trial.of(client).exact(key[1], phase)
             numbers = self.population.numbers([client] * key[1])
             step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact, numbers=numbers)

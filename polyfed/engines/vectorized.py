@@ -22,6 +22,7 @@ import torch
 from polyfed.compute import beside
 from polyfed.engines import stacked
 from polyfed.engines.client import round as local
+from polyfed.engines.client.phases import phases_in
 from polyfed.engines.client.probing import probe_sizes
 from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.cohorts import CohortEngine
@@ -186,7 +187,7 @@ class VectorizedEngine(CohortEngine):
     ) -> Generator[None, None, CohortRound]:
         """Queue all that a cohort trains in this round, step by step and without waiting for it, on its stream."""
         clients = self._longest_first(clients)
-        phases = self.population.method.phases_in(round)
+        phases = phases_in(self.population.method, round)
         stack = self._stack(clients, round, downloads, keep=True)
         # All plans before the first phase: moving one to a GPU waits for everything queued before.
         plans = [plan.on(self.population.device) for plan in self._drawer.plans(clients, round)]

@@ -332,7 +332,10 @@ class Method:
         return [Phase("model", trains=("model",), loss=self.loss, epochs=self.training.epochs)]
 
     def phases_in(self, round: int) -> list[Phase]:
-        """The phases that have begun by this round."""
+        """The phases of a round: those that have begun. A subclass may leave out more, or change losses and numbers.
+
+        What a phase trains stays the same; what it costs is counted with the loss that `phases` gives.
+        """
         return [phase for phase in self.phases() if phase.first_round <= round]
 
     def loss(self, net: ClientNetwork, batch: Batch) -> Tensor:

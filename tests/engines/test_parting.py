@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyfed.engines.sameness import same
 from polyfed.engines.stacked.chains import join_layers
 from polyfed.engines.together import joint
-from polyfed.engines.together.fit import alike, misfit, same
+from polyfed.engines.together.fit import alike, misfit
 from polyfed.message import Message, State
 from polyfed.methods import FedProto
 from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method

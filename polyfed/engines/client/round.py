@@ -20,6 +20,7 @@ from polyfed.confusion import Counts
 from polyfed.data import ClientData
 from polyfed.engines.client.batches import batches
 from polyfed.engines.client.flops import ClientFlops
+from polyfed.engines.client.phases import phases_in
 from polyfed.engines.client.probing import probe, probe_sizes
 from polyfed.engines.client.sgd import sgd
 from polyfed.engines.client.workbench import state_of
@@ -92,7 +93,7 @@ def train(population: Population, client: int, network: ClientNetwork, round: in
     """Train one client through the method's phases and return its answer; `network` holds the client's state."""
     method, data = population.method, population.data[client]
     set_generator(network, population.device_generator("dropout", round, client))
-    phases = method.phases_in(round)
+    phases = phases_in(method, round)
     results = []
     for phase in phases:
         with population.global_draws(phase.name, round, client):

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 
 from polyfed.engines.client.batches import drawn_for
+from polyfed.engines.client.phases import phases_in
 from polyfed.engines.stacked.plan import ClientBatches, Plan, client_batches, plan_of
 from polyfed.engines.stacked.trial import Finding, Trial
 from polyfed.methods.base import Phase
@@ -45,7 +46,7 @@ class Drawer:
         """The batches of these clients in a round, one plan for each phase."""
         found, width, size = self._trial.of(clients[0]), self._width(clients[0]), self._size(clients)
         plans = []
-        for phase in self._population.method.phases_in(round):
+        for phase in phases_in(self._population.method, round):
             batches = [self._batches(client, phase, round, found) for client in clients]
             plans.append(plan_of(batches, width, size, pads=not found.exact(size, phase)))
         return plans
@@ -63,7 +64,7 @@ class Drawer:
             return
         self._expected = (0, [])
         # A phase's own `draw` is a method's code, which may not be made for another thread.
-        phases = [phase for phase in self._population.method.phases_in(following) if phase.draw is None]
+        phases = [phase for phase in phases_in(self._population.method, following) if phase.draw is None]
         passes, left = sum(phase.epochs for phase in phases), MOST_AHEAD
         for client in clients:
             found = self._trial.known(client)

@@ -97,7 +97,7 @@ class PhaseStep:
         network.requires_grad_(False)
         size = len(next(iter(state.values())))
         self._dataset: Dataset = population.dataset
-        self._phase = phase
+        self.phase = phase
         self._method = population.method
         self._network = network
         self._classes = population.task.classes
@@ -123,7 +123,7 @@ class PhaseStep:
 
     def set_modes(self) -> None:
         """Set the network's modules to training or evaluation, as the phase wants them; others have changed them."""
-        set_modes(self._network, self._phase)
+        set_modes(self._network, self.phase)
         self._network.requires_grad_(False)
 
     @without_search()
@@ -279,8 +279,8 @@ class PhaseStep:
     def _own_loss(self) -> Loss:
         """The phase's loss; asked for again where numbers differ, because it may have been made with them."""
         if not self.numbers:
-            return self._phase.loss
-        return next(phase.loss for phase in self._method.phases() if phase.name == self._phase.name)
+            return self.phase.loss
+        return next(phase.loss for phase in self._method.phases() if phase.name == self.phase.name)
 
     def _leave_out_unreached(self, trained: State, average: Tensor) -> None:
         """A parameter that the loss does not depend on has no gradient and does not decay either, as in the loop."""
@@ -293,10 +293,10 @@ class PhaseStep:
 
     def _update(self, gradients: State, active: Tensor) -> None:
         """SGD for clients with a batch in this step."""
-        lr = self.numbers.get(f"{RATE}{self._phase.name}", self._lr)
+        lr = self.numbers.get(f"{RATE}{self.phase.name}", self._lr)
         rates = Rates(lr, self._number("momentum"), self._number("weight_decay"), self._number("clip"))
         update(self.trained, gradients, self.momentum, rates, self._groups, active)
-        for name, (low, high) in self._phase.bounds.items():
+        for name, (low, high) in self.phase.bounds.items():
             (self.trained | self.frozen)[name].clamp_(low, high)
 
 

@@ -58,7 +58,7 @@ class Table:
     def __init__(self, population: Population, clients: Sequence[int]) -> None:
         self._population, self._clients = population, tuple(clients)
         self._data = [population.data[client] for client in clients]
-        self._visits: dict[str, Tensor] = {}
+        self._visits: dict[tuple[object, ...], Tensor] = {}
         self.samples = sum(len(part) for own in self._data for part in own.parts)
 
     @cached_property
@@ -121,10 +121,10 @@ class Table:
 
     def visits(self, phase: Phase) -> Tensor:
         """How often samples of each class are visited in a phase that leaves none out: [clients, classes]."""
-        if phase.name not in self._visits:
-            own = [visits(self._population, client, phase) for client in self._clients]
-            self._visits[phase.name] = torch.stack(own)
-        return self._visits[phase.name]
+        key = phase.epochs, phase.part
+        if key not in self._visits:
+            self._visits[key] = torch.stack([visits(self._population, client, phase) for client in self._clients])
+        return self._visits[key]
 
     @cached_property
     def _parts(self) -> list[Tensor]:
