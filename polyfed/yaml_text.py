@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -51,7 +52,10 @@ class RepeatedKey(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, except that 8:1:1 is not a number to base 60, as in YAML 1.1, and no name may occur twice."""
+    """The safe loader, without two surprises of YAML 1.1, and no name may occur twice.
+
+    There, 8:1:1 is a number to base 60, and 010 is eight.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         lines: dict[str, int] = {}
@@ -67,6 +71,8 @@ class _Loader(yaml.SafeLoader):
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
     if ":" in node.value:
         return node.value
+    if re.fullmatch("[-+]?0[0-7_]+", node.value):  # the option --seed 010 is ten too
+        return int(node.value.replace("_", ""))
     is_float = node.tag.endswith("float")
     return loader.construct_yaml_float(node) if is_float else loader.construct_yaml_int(node)
 

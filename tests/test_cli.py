@@ -68,6 +68,7 @@ SMALL = ("--models", "tests.support:Narrow", "--clients", "2", "--rounds", "2", 
         (("standalone", "--set", "nonsense"), "--set takes NAME=VALUE, .* not 'nonsense'"),
         (("standalone", "--lr", "1", "--set", "training.lr=2"), "lr is 1 as an option and 2 by --set: keep one"),
         (("standalone", "--rounds", "1", "--set", "rounds=2"), "rounds is 1 as an option and 2 by --set: keep one"),
+        (("standalone", "--set", "method=fedtgp"), "the method is standalone as an argument and fedtgp by --set: keep"),
         (("standalone", "--set", "head={1: 2}"), r"head is \{1: 2\}, but must be text"),
         (("standalone", "--set", "rouns=3"), "unknown setting 'rouns': did you mean 'rounds'?"),
         (

@@ -46,6 +46,7 @@ def test_a_ratio_needs_no_quotes_in_yaml(tmp_path: Path) -> None:
     """YAML 1.1 would read 8:1:1 as 8·3600 + 60 + 1."""
     assert from_yaml(tmp_path, "method: standalone\nsplit: 8:1:1\n").split == "8:1:1"
     assert parse_yaml("[80:20, 1:1:0.5, 12, 1.5, -3]") == ["80:20", "1:1:0.5", 12, 1.5, -3]
+    assert parse_yaml("[010, -010, 0, 0x10]") == [10, -10, 0, 16]  # nor 010 as eight
 
 
 @pytest.mark.parametrize(

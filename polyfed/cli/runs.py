@@ -18,6 +18,7 @@ from polyfed.config import Experiment, merged, named_by, read_experiment
 from polyfed.config import experiment as checked
 from polyfed.data import parse_address
 from polyfed.errors import InputError
+from polyfed.ranges import typed
 from polyfed.records import RunFolder, disk
 from polyfed.report import tables
 from polyfed.report.progress import QuietProgress
@@ -51,6 +52,10 @@ def run(
             f"`polyfed run {method}/config.yaml`."
         )
     else:
+        chosen = changes.get("method", method)
+        named = chosen.get("name", method) if isinstance(chosen, dict) else chosen
+        if named != method:
+            raise InputError(f"the method is {method} as an argument and {typed(named)} by --set: keep one of them.")
         config = checked(**merged({"method": method}, changes))
     if out is not None and not out.strip():
         raise InputError("--out is empty: name the run's folder, or omit --out for a new one under runs/.")

@@ -21,7 +21,7 @@ from polyfed.resuming import enough_memory
 from polyfed.server.federation import Interrupted, Watcher
 from polyfed.tuning.pictures import draw_search
 from polyfed.tuning.records import DATA, Trial, Tuned, TuneFolder
-from polyfed.tuning.space import Domain, Sampler, as_space, check_space, of_method, search_space
+from polyfed.tuning.space import Domain, Sampler, as_space, check_space, of_method, search_space, set_by_user
 from polyfed.tuning.study import Study
 
 SEEDS = (100, 101)
@@ -146,6 +146,8 @@ def _best_settings(
 def _check(methods: Sequence[str], trials: int, given: Mapping[str, Domain], settings: Mapping[str, Any]) -> None:
     if isinstance(methods, str) or not methods or len(set(methods)) != len(methods):
         raise InputError("name the methods to tune in a list, each once.")
+    if "method.name" in set_by_user(settings):
+        raise InputError("method can't be set: list the methods to tune, and set only their options.")
     for name, remedy in UNNAMED.items():
         if not isinstance(settings.get(name, ""), str):
             raise InputError(f"a search writes its best settings to files, so {name} must have a name there: {remedy}.")

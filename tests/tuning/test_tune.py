@@ -255,6 +255,7 @@ def test_a_search_from_python_is_written_as_people_write_it(tmp_path: Path) -> N
         ({"models": [Wide]}, "models must have a name there: put yours into a module"),
         ({"methods": "standalone"}, "name the methods to tune in a list"),
         ({"seeds": [1, 1]}, "seed 1 is given twice"),
+        ({"method": "fedproto"}, "method can't be set: list the methods to tune"),
         ({"search": {"training.lr": 0.1}}, "search has 0.1 for training.lr: give a list of values, or a range such as"),
     ],
 )
