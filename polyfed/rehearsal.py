@@ -36,7 +36,7 @@ def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Popu
         owners.setdefault(architecture.name, []).append(client)
     _check_anything_travels(population)
     for round in range(1, population.task.rounds + 1):
-        phases_in(population.method, round)
+        phases_in(population.method, round)  # raises for a change from round to round that engines can't follow
     drawing = set()
     for name, clients in owners.items():
         model = models[name]
