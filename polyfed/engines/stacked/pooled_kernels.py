@@ -28,8 +28,9 @@ WIDE = 64
 """From this many filters on, products are cut into smaller pieces, because the results fill the registers."""
 MOST_AHEAD = 2048
 """Weights in a tile of the images' gradient up to which the next ones are read ahead: four such tiles at once."""
-PROGRAMS = 264
-"""About how many parts the weights' gradients of all clients are cut into: two for each multiprocessor of an H200."""
+PROGRAMS, FEWEST = 264, 3
+"""About how many programs compute the weights' gradients of all clients, two for each multiprocessor of an H200; and
+how many those of a client at least, because a few more programs than multiprocessors leave most of these idle."""
 BLOCK = 1024
 """Weights that are moved at a time."""
 SUMS, PARTS = 64, 16
@@ -76,7 +77,7 @@ def weight_gradient(x: Tensor, gradient: Tensor, places: Tensor, shape: tuple[in
     tiles = _for_weights(layer)
     columns = triton.cdiv(layer.depth, tiles.depth)
     blocks = triton.cdiv(layer.samples * layer.windows[0] * layer.windows[1], tiles.rows)
-    steps = triton.cdiv(blocks, max(1, PROGRAMS // (len(x) * columns)))
+    steps = triton.cdiv(blocks, max(FEWEST, PROGRAMS // (len(x) * columns)))
     parts = triton.cdiv(blocks, steps)
     # Parts are added up afterwards, in a fixed order, so that the same step gives the same numbers again.
     some = torch.empty(parts, len(x), 4 * layer.filters * layer.depth + layer.filters, device=x.device)
