@@ -1,7 +1,7 @@
-"""FedProto without partners, to see how much of its gain needs other clients.
+"""Methods without partners, to see how much of their gains needs other clients.
 
-Each client is pulled towards its own class means of the last round in which it took part. The server only keeps them
-for it, and nobody ever receives anything of another client.
+A client gets back what it sent itself, in the last round in which it took part. The server only keeps that for it, and
+nobody ever receives anything of another client.
 
     polyfed run papers.alone:FedProtoAlone --data cifar100 --classes-per-client 10 --split fedssa --clients 100 \\
         --participation 0.1 --rounds 100 --epochs 10 --batch-size 64 --lr 0.01 --seed 2 --eval-every 10 \\
@@ -16,7 +16,11 @@ from torch import Tensor
 
 from polyfed.message import Message
 from polyfed.methods.base import Reply, Server
+from polyfed.methods.fedclassavg import FedClassAvg
 from polyfed.methods.fedproto import FedProto
+from polyfed.methods.fml import FML
+from polyfed.methods.parts.averaged import Averaged
+from polyfed.methods.parts.tools import part_of
 
 
 class FedProtoAlone(FedProto):
@@ -34,3 +38,31 @@ class FedProtoAlone(FedProto):
         for reply in replies:
             server.state[f"prototypes of {reply.client}"] = reply.message.tensors["prototypes"]
             server.state[f"labels of {reply.client}"] = reply.message.metadata["labels"]
+
+
+class _NotAveraged(Averaged):
+    """A method that averages a module of all clients, without the average."""
+
+    def download(self, server: Server, client: int, classes: Tensor | None) -> Message:
+        first = part_of(server.state, self.module)
+        return Message({name: server.state.get(f"of {client}: {name}", tensor) for name, tensor in first.items()})
+
+    def aggregate(self, server: Server, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            server.state |= {f"of {reply.client}: {name}": tensor for name, tensor in reply.message.tensors.items()}
+
+
+class FMLAlone(_NotAveraged, FML):
+    """FML in which a client's second network is its own."""
+
+    name = "fml-alone"
+    title = "FML without partners"
+    paper = "an ablation of FML"
+
+
+class FedClassAvgAlone(_NotAveraged, FedClassAvg):
+    """FedClassAvg in which every client goes on with its own head."""
+
+    name = "fedclassavg-alone"
+    title = "FedClassAvg without partners"
+    paper = "an ablation of FedClassAvg"
