@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from polyfed.compute import finish_gpu_work, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.sameness import same
 from polyfed.engines.stacked.captured import CapturedStep, Stream, stepped
 from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.layers import trouble
@@ -21,6 +20,7 @@ from polyfed.message import Message, State
 from polyfed.methods.base import Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
+from polyfed.sameness import same
 
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyfed.engines.sameness import same
 from polyfed.engines.stacked.chains import join_layers
 from polyfed.engines.together import joint
 from polyfed.engines.together.fit import alike, misfit
@@ -22,6 +21,7 @@ from polyfed.message import Message, State
 from polyfed.methods import FedProto
 from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method
 from polyfed.methods.parts.tools import cross_entropy
+from polyfed.sameness import same
 from polyfed.seeds import derive
 from tests import support
 from tests.engines.groups import DATA, assert_same, notes, run_both, run_joint, seeds

@@ -1,14 +1,16 @@
-"""Whether two objects hold the same values, functions and what they were made with included."""
+"""Whether two objects hold the same values, functions and what they were made with included; methods above all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from polyfed.methods.base import Method
 
 Pairs = dict[tuple[int, int], tuple[object, object]]
 
@@ -53,3 +55,27 @@ def _captured(function: FunctionType) -> list[Any]:
         function.__kwdefaults__,
         *(cell.cell_contents for cell in function.__closure__ or ()),
     ]
+
+
+def differs_in(one: Method, two: Method) -> str | None:
+    """The first attribute beside their settings in which two methods differ, or None."""
+    ours, theirs = map(_kept, (one, two))
+    # A function that took a method along finds that method's own settings, like any function of its class.
+    known: Pairs = {(id(one), id(two)): (one, two)}
+    differing = [n for n in ours.keys() | theirs.keys() if not same(ours.get(n), theirs.get(n), dict(known))]
+    return min(differing, default=None)
+
+
+def _kept(method: Method) -> dict[str, Any]:
+    """A method's attributes, without its settings and what it computes when it is first needed.
+
+    What engines ask for before they know a client's numbers is always among them.
+    """
+    own = ("config", "task", "training")
+    kept = {n: v for n, v in vars(method).items() if n not in own and not is_cached(method, n)}
+    return kept | {"collect": method.collect, "probe": method.probe}
+
+
+def is_cached(method: Method, name: str) -> bool:
+    """Whether the method computes this attribute once, when it is first needed."""
+    return isinstance(getattr(type(method), name, None), cached_property)
