@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property, partial
+from random import Random
+from threading import Lock, RLock
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import Tensor
 from polyfed.methods.base import Method
 
 Pairs = dict[tuple[int, int], tuple[object, object]]
+LOCKS = (type(Lock()), type(RLock()))
+"""They hold nothing but who waits."""
 
 
 def same(one: Any, two: Any, seen: Pairs | None = None) -> bool:
@@ -32,9 +36,13 @@ def same(one: Any, two: Any, seen: Pairs | None = None) -> bool:
     seen[pair] = one, two  # which also keeps both, so that their ids stay theirs
     each = partial(same, seen=seen)
     if isinstance(one, Tensor | np.ndarray):
-        return one.shape == two.shape and bool((one == two).all())
+        return one.shape == two.shape and _equal(one, two)
     if isinstance(one, (int, float, str, bytes, Set, type)):
-        return bool(one == two)
+        return _equal(one, two)
+    if isinstance(one, LOCKS):
+        return True
+    if isinstance(one, Random):
+        return each(one.getstate(), two.getstate())
     if isinstance(one, Mapping):
         return one.keys() == two.keys() and all(each(one[key], two[key]) for key in one)
     if isinstance(one, Sequence):
@@ -45,7 +53,16 @@ def same(one: Any, two: Any, seen: Pairs | None = None) -> bool:
         return each(one.__func__, two.__func__) and each(one.__self__, two.__self__)
     if isinstance(one, partial):
         return each((one.func, one.args, one.keywords), (two.func, two.args, two.keywords))
-    return each(vars(one), vars(two)) if hasattr(one, "__dict__") else bool(one == two)
+    return each(vars(one), vars(two)) if hasattr(one, "__dict__") else _equal(one, two)
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Whether two values, or all values in two tensors, are equal; a missing one (NaN) is like another."""
+    try:
+        equal = (one == two) | ((one != one) & (two != two))
+        return bool(equal.all() if isinstance(one, Tensor | np.ndarray) else equal)
+    except Exception:  # anybody's `==`: what can't be compared may differ
+        return False
 
 
 def _captured(function: FunctionType) -> list[Any]:
