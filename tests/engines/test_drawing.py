@@ -5,6 +5,8 @@ Clients train on the CPU here; only what draws their batches believes that there
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -271,7 +273,7 @@ def test_nothing_is_tried_and_no_method_called_in_the_thread(aside: None) -> Non
     _, own = expecting("fedgen")
     own.expect(2, range(4))
     own.draw_ahead(1)
-    assert not own._ahead and own._hand is None
+    assert not own._ahead and not drawing()
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *, always: bool) -> None:
@@ -346,6 +348,41 @@ def test_an_engine_that_is_stopped_while_it_waits_for_the_thread_still_frees_its
         with pytest.raises(KeyboardInterrupt):
             engine.close()
     assert closed == [True]
+
+
+LEAVING = """
+import time
+from polyfed.engines.stacked import drawer
+from tests.engines import pretended, test_drawing
+
+def slow(*given, **named):
+    print("drawn", flush=True)
+    time.sleep(0.5)
+
+own = test_drawing.expecting(clients=8)[1]
+own._population = test_drawing.replace(own._population, device=pretended.OTHER)
+drawer.client_batches = slow
+own.expect(2, range(8))
+own.draw_ahead(1)
+own.expect(3, range(8))
+own.draw_ahead(2)
+"""
+
+
+def test_a_program_that_ends_without_closing_its_engine_ends_soon() -> None:
+    """It waits for what is being drawn, and for nothing else that was to be drawn for two rounds."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVING], capture_output=True, text=True, check=True)
+    assert done.stderr == "" and 0 < done.stdout.count("drawn") < 5
+
+
+def test_a_second_thread_begins_when_the_first_has_ended(aside: None, drawn: list[tuple[bool, int, int, str]]) -> None:
+    """As where many cohorts train after each other: the rest of this round is drawn before the next."""
+    _, own = expecting()
+    for round in (1, 2):
+        own.expect(round + 1, range(4))
+        own.draw_ahead(round)
+    wait(own._ahead.values())
+    assert drawn == [(True, round, client, "model") for round in (2, 3) for client in range(4)]
 
 
 def test_runs_that_train_together_draw_ahead_for_all_of_them(
