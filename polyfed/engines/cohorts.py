@@ -42,7 +42,7 @@ class CohortEngine(LocalEngine):
         self._trial = Trial(
             self.population, self._network, lambda client: self.store.get(client), self._width, self.notes.append
         )
-        self._drawer = Drawer(self.population, self._trial, self._width, self._size)
+        self._drawer = Drawer(self.population, self._trial, self._width, self._size, self.notes.append)
         self._apart = True
         """Architectures have streams of their own."""
         self._owners = Counter(architecture.name for architecture in population.architectures.values())

@@ -350,6 +350,26 @@ def test_an_engine_that_is_stopped_while_it_waits_for_the_thread_still_frees_its
     assert closed == [True]
 
 
+def test_without_a_thread_batches_are_drawn_when_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """As under a limit on processes; it is noted once, and not tried again."""
+    expected, *_ = support.run(tmp_path / "plain", VectorizedEngine, "standalone", **AUGMENTED, rounds=4)
+    request.getfixturevalue("aside")
+    tried: list[threading.Thread] = []
+
+    def refuses(self: threading.Thread) -> None:
+        tried.append(self)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(drawer.Thread, "start", refuses)
+    actual, notes, run = support.run(tmp_path / "ahead", VectorizedEngine, "standalone", **AUGMENTED, rounds=4)
+    pd.testing.assert_frame_equal(actual, expected, check_exact=True)
+    assert notes == ["batches are drawn when they are needed, not ahead (can't start new thread)"]
+    assert len(tried) == 1 and not run.engine._drawer._ahead
+    run.engine.close()
+
+
 LEAVING = """
 import time
 from polyfed.engines.stacked import drawer

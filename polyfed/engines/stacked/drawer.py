@@ -36,15 +36,26 @@ class Drawer:
     """Draws all batches of a cohort, phase by phase."""
 
     def __init__(
-        self, population: Population, trial: Trial, width: Callable[[int], int], size: Callable[[list[int]], int]
+        self,
+        population: Population,
+        trial: Trial,
+        width: Callable[[int], int],
+        size: Callable[[list[int]], int],
+        note: Callable[[str], None],
     ) -> None:
-        """`width` is the number of samples in a batch of a client, `size` that of clients a cohort is padded to."""
+        """`width` is the number of samples in a batch of a client, `size` that of clients a cohort is padded to.
+
+        `note` tells the user.
+        """
         self._population, self._trial, self._width, self._size = population, trial, width, size
+        self._note = note
         self._expected: tuple[int, list[int]] = (0, [])
         """A round, and who will probably train in it."""
         self._ahead: dict[Key, Future[ClientBatches]] = {}
         self._thread: Thread | None = None
         """The last thread that draws ahead. It touches neither the GPU nor anything that others change."""
+        self._refused = False
+        """Whether there are too many threads already for another."""
 
     def plans(self, clients: list[int], round: int) -> list[Plan]:
         """The batches of these clients in a round, one plan for each phase."""
@@ -64,7 +75,8 @@ class Drawer:
         for key in [key for key in self._ahead if key[0] not in (round, round + 1)]:  # of clients that did not train
             self._ahead.pop(key).cancel()
         following, clients = self._expected
-        if self._population.device.type == "cpu" or following != round + 1:  # a CPU's cores are busy with training
+        on_cpu = self._population.device.type == "cpu"  # whose cores are busy with training
+        if on_cpu or self._refused or following != round + 1:
             return
         self._expected = (0, [])
         # A phase's own `draw` is a method's code, which may not be made for another thread.
@@ -84,9 +96,18 @@ class Drawer:
                     self._ahead[key] = Future()
                     tasks.append((self._ahead[key], draw))
         if tasks:
-            thread = Thread(target=_draw_all, args=(tasks, self._thread), name="polyfed-drawing", daemon=False)
+            self._begin(tasks)
+
+    def _begin(self, tasks: Tasks) -> None:
+        """Let a thread draw; where none can be started, what nobody draws ahead is drawn when it is needed."""
+        thread = Thread(target=_draw_all, args=(tasks, self._thread), name="polyfed-drawing", daemon=False)
+        try:
             thread.start()
-            self._thread = thread
+        except RuntimeError as error:  # a limit on processes counts threads
+            self._refused = True
+            self._note(f"batches are drawn when they are needed, not ahead ({error})")
+            return
+        self._thread = thread
 
     def clear(self) -> None:
         """Stop drawing ahead, and drop what was drawn."""
