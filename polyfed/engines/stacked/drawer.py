@@ -24,7 +24,7 @@ from polyfed.methods.base import Phase
 from polyfed.population import Population
 
 MOST_AHEAD = 5_000_000
-"""Visits of samples in one round that may be drawn ahead; with augmentation each needs some hundred bytes."""
+"""Visits of samples in a round that may be drawn ahead; with augmentation or noise each needs some hundred bytes."""
 
 Key: TypeAlias = tuple[object, ...]
 """A round, and all else that a client's batches in a phase depend on."""
@@ -79,8 +79,9 @@ class Drawer:
         if on_cpu or self._refused or following != round + 1:
             return
         self._expected = (0, [])
-        # A phase's own `draw` is a method's code, which may not be made for another thread.
-        phases = [phase for phase in phases_in(self._population.method, following) if phase.draw is None]
+        # A user's `draw` may not be made for another thread, and may depend on what this round changes.
+        ours = self._population.has_our_method
+        phases = [phase for phase in phases_in(self._population.method, following) if ours or phase.draw is None]
         passes, left = sum(phase.epochs for phase in phases), MOST_AHEAD
         tasks: Tasks = deque()
         for client in clients:
