@@ -144,8 +144,12 @@ class Population:
 
     def is_ours(self, client: int) -> bool:
         """Whether the method and the client's network are polyfed's own, and so their code is known."""
-        own_network = isinstance(self.architectures[client].maker, FromCatalogue)
-        return own_network and type(self.method).__module__.startswith("polyfed.methods.")
+        return self.has_our_method and isinstance(self.architectures[client].maker, FromCatalogue)
+
+    @property
+    def has_our_method(self) -> bool:
+        """Whether the method is polyfed's own."""
+        return type(self.method).__module__.startswith("polyfed.methods.")
 
     def generator(self, purpose: str, round: int, client: int) -> torch.Generator:
         """Random draws of one client in one round, on the CPU."""

@@ -23,6 +23,7 @@ from polyfed.records.claim import resume_command
 from polyfed.records.origin import fixed_settings, shown
 from polyfed.registry import ENGINES
 from polyfed.server.federation import Federation
+from polyfed.server.unsaved import was_unsaved
 
 CHANGEABLE = ("training.", "method.")
 """Settings that may change during a run if the user says so; others would make it another federation."""
@@ -125,6 +126,8 @@ def record_start(
     if config_before is not None:
         for change in differences(config_before, federation.config):
             federation.note(f"from round {start + 1} on, {change}")
+    if federation.progress.unsaved is not None:
+        federation.note(was_unsaved(federation.progress.unsaved, start))
     if start and planned not in (None, federation.config.rounds) and federation.method.depends_on_rounds:
         federation.note(
             f"{federation.method.name} plans ahead for all rounds, so a run that had {federation.config.rounds} from "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from polyfed.compute import finish_gpu_work, free_gpu_memory
 from polyfed.engines import stacked
 from polyfed.engines.base import LocalEngine
-from polyfed.engines.sameness import same
 from polyfed.engines.stacked.captured import CapturedStep, Stream, stepped
 from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.layers import trouble
@@ -21,6 +20,7 @@ from polyfed.message import Message, State
 from polyfed.methods.base import Phase
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
+from polyfed.sameness import same
 
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""
@@ -42,7 +42,7 @@ class CohortEngine(LocalEngine):
         self._trial = Trial(
             self.population, self._network, lambda client: self.store.get(client), self._width, self.notes.append
         )
-        self._drawer = Drawer(self.population, self._trial, self._width, self._size)
+        self._drawer = Drawer(self.population, self._trial, self._width, self._size, self.notes.append)
         self._apart = True
         """Architectures have streams of their own."""
         self._owners = Counter(architecture.name for architecture in population.architectures.values())
@@ -100,16 +100,26 @@ class CohortEngine(LocalEngine):
     def _captured(self, client: int, state: State, phase: Phase) -> CapturedStep:
         name = self._architecture(client)
         key = (name, len(next(iter(state.values()))), phase.name)
-        if key not in self._steps or not same(self._steps[key].step.phase, phase):  # it may change between rounds
+        if key in self._steps and not same(self._steps[key].step.phase, phase):  # it may change between rounds
+            self._drop_steps([key])
+        if key not in self._steps:
             exact = self._trial.of(client).exact(key[1], phase)
             numbers = self.population.numbers([client] * key[1])
             step = stacked.PhaseStep(self.population, self._network(client), phase, state, exact=exact, numbers=numbers)
             most = phase.epochs * -(-self._longest[name] // self._width(client))
             self._steps[key] = CapturedStep(step, self._stream(client), most)
-            while len(self._steps) > KEPT_STEPS:
-                self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
+
+    def _drop_old_steps(self) -> None:
+        """Drop the steps that are not kept; only while no cohort trains, because one may be queueing the oldest."""
+        self._drop_steps(list(self._steps)[:-KEPT_STEPS])
+
+    def _drop_steps(self, keys: Iterable[tuple[str, int, str]]) -> None:
+        """Drop these steps, after waiting for the GPU if there are graphs of them: none may be freed while it runs."""
+        dropped = [self._steps.pop(key) for key in keys]
+        if any(step.captured for step in dropped):
+            finish_gpu_work()
 
     def _stream(self, client: int) -> Stream:
         name = self._architecture(client) if self._apart else "all"

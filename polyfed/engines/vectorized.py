@@ -129,6 +129,7 @@ class VectorizedEngine(CohortEngine):
         self, cohorts: list[list[int]], downloads: Mapping[int, Message], round: int
     ) -> Iterator[list[Reply]]:
         """Queue the work of all cohorts, each on its stream, before waiting for the first."""
+        self._drop_old_steps()
         queued, too_large = self._queue_in_turn(cohorts, downloads, round)
         while queued:
             work = queued.popleft()

@@ -27,6 +27,7 @@ from polyfed.seeds import numpy_generator
 from polyfed.server.records import client_rows, evaluation_rows, message_shapes
 from polyfed.server.replies import MOST_SAMPLES, Door
 from polyfed.server.scores import SCORES, Best, Progress, about_balance
+from polyfed.server.unsaved import is_unsaved, unsaved
 from polyfed.server.watcher import Interrupted, Watcher
 
 __all__ = ["Federation", "Interrupted", "Watcher"]
@@ -114,6 +115,7 @@ class Federation:
     def checkpoint(self) -> None:
         """Write a checkpoint of the last finished round."""
         begin = time.perf_counter()
+        self._look_for_unsaved()
         self.progress.engine = dict(self.engine.remembered())
         try:
             self.folder.save(self.server.round, self.server.named_state(), self.progress.to_dict(), self.engine.states)
@@ -125,6 +127,13 @@ class Federation:
             self.note(f"the checkpoint of round {self.server.round} could not be written ({reason})")
         self._last_checkpoint = time.perf_counter()
         self._checkpoint_seconds = self._last_checkpoint - begin
+
+    def _look_for_unsaved(self) -> None:
+        """Remember, for whoever resumes the run, what the method keeps outside of named tensors; say so once."""
+        found = unsaved(self.method, self.server)
+        if found is not None and found != self.progress.unsaved:
+            self.note(is_unsaved(found))
+        self.progress.unsaved = found
 
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round: a share of those that can be asked."""
@@ -372,6 +381,7 @@ class Federation:
         }
         if self.config.confusion == "ends":
             self._record_ends()
+        self._look_for_unsaved()  # the run may be continued to more rounds
         self.folder.finish(
             self.server.round,
             self.server.named_state(),

@@ -115,6 +115,8 @@ class Progress:
     """By client and rule, what was predicted as what in the round that is best on validation."""
     engine: dict[str, Any] = field(default_factory=dict)
     """What the engine itself remembers: where clients are real, who has joined."""
+    unsaved: str | None = None
+    """An attribute of the method that has changed, although no checkpoint holds it."""
 
     def add_costs(self, costs: Mapping[str, float]) -> None:
         """Add a round's costs to the totals."""
@@ -135,6 +137,7 @@ class Progress:
                 for client, counts in self.best_confusion.items()
             },
             "engine": self.engine,
+            "unsaved": self.unsaved,
         }
 
     @staticmethod
@@ -153,6 +156,7 @@ class Progress:
                     for client, counts in values.get("best_confusion", {}).items()
                 },
                 dict(values.get("engine", {})),
+                values.get("unsaved"),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(

@@ -5,6 +5,8 @@ Clients train on the CPU here; only what draws their batches believes that there
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from polyfed.engines.stacked.drawer import Drawer
 from polyfed.engines.stacked.plan import Plan, new_plan
 from polyfed.errors import ClientError
 from polyfed.message import Message, State
+from polyfed.methods import FedGen
 from polyfed.methods.base import Method, Phase
 from tests import support
 from tests.engines.groups import assert_same, run_both, run_joint, seeds, start
@@ -257,8 +260,14 @@ def test_no_more_is_drawn_than_fits(monkeypatch: pytest.MonkeyPatch, aside: None
     assert [key[1] for key in own._ahead] == [0, 1]
 
 
-def test_nothing_is_tried_and_no_method_called_in_the_thread(aside: None) -> None:
-    """Networks that have not been tried yet, those that the plain loop trains, and phases with a `draw`."""
+class Yours(FedGen):
+    """A method that is not polyfed's own."""
+
+    name = "yours"
+
+
+def test_nothing_is_tried_and_no_code_of_a_user_called_in_the_thread(aside: None) -> None:
+    """Networks that have not been tried yet, those that the plain loop trains, and phases with a user's `draw`."""
     engine = VectorizedEngine(support.population("standalone", models=(support.Wide, support.Narrow), rounds=9))
     engine._trial.of(0)
     engine.expect(2, range(4))
@@ -268,10 +277,20 @@ def test_nothing_is_tried_and_no_method_called_in_the_thread(aside: None) -> Non
     engine.expect(2, range(4))
     engine._drawer.draw_ahead(1)
     assert [key[1] for key in engine._drawer._ahead] == [0, 2]
-    _, own = expecting("fedgen")
+    _, own = expecting({"name": Yours})
     own.expect(2, range(4))
     own.draw_ahead(1)
-    assert not own._ahead and own._hand is None
+    assert not own._ahead and not drawing()
+
+
+def test_what_a_method_of_polyfed_draws_itself_is_drawn_ahead_too(unhurried: None) -> None:
+    """Its `draw` depends on nothing that a round changes."""
+    engine, own = expecting("fedgen")
+    own.expect(2, range(4))
+    own.draw_ahead(1)
+    assert len(own._ahead) == 4
+    assert_drawn(engine, [3, 0, 2, 1], 2)
+    assert not own._ahead
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *, always: bool) -> None:
@@ -348,11 +367,67 @@ def test_an_engine_that_is_stopped_while_it_waits_for_the_thread_still_frees_its
     assert closed == [True]
 
 
+def test_without_a_thread_batches_are_drawn_when_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """As under a limit on processes; it is noted once, and not tried again."""
+    expected, *_ = support.run(tmp_path / "plain", VectorizedEngine, "standalone", **AUGMENTED, rounds=4)
+    request.getfixturevalue("aside")
+    tried: list[threading.Thread] = []
+
+    def refuses(self: threading.Thread) -> None:
+        tried.append(self)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(drawer.Thread, "start", refuses)
+    actual, notes, run = support.run(tmp_path / "ahead", VectorizedEngine, "standalone", **AUGMENTED, rounds=4)
+    pd.testing.assert_frame_equal(actual, expected, check_exact=True)
+    assert notes == ["batches are drawn when they are needed, not ahead (can't start new thread)"]
+    assert len(tried) == 1 and not run.engine._drawer._ahead
+    run.engine.close()
+
+
+LEAVING = """
+import time
+from polyfed.engines.stacked import drawer
+from tests.engines import pretended, test_drawing
+
+def slow(*given, **named):
+    print("drawn", flush=True)
+    time.sleep(0.5)
+
+own = test_drawing.expecting(clients=8)[1]
+own._population = test_drawing.replace(own._population, device=pretended.OTHER)
+drawer.client_batches = slow
+own.expect(2, range(8))
+own.draw_ahead(1)
+own.expect(3, range(8))
+own.draw_ahead(2)
+"""
+
+
+def test_a_program_that_ends_without_closing_its_engine_ends_soon() -> None:
+    """It waits for what is being drawn, and for nothing else that was to be drawn for two rounds."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVING], capture_output=True, text=True, check=True)
+    assert done.stderr == "" and 0 < done.stdout.count("drawn") < 5
+
+
+def test_a_second_thread_begins_when_the_first_has_ended(aside: None, drawn: list[tuple[bool, int, int, str]]) -> None:
+    """As where many cohorts train after each other: the rest of this round is drawn before the next."""
+    _, own = expecting()
+    for round in (1, 2):
+        own.expect(round + 1, range(4))
+        own.draw_ahead(round)
+    wait(own._ahead.values())
+    assert drawn == [(True, round, client, "model") for round in (2, 3) for client in range(4)]
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedgen"])
 def test_runs_that_train_together_draw_ahead_for_all_of_them(
-    tmp_path: Path, unhurried: None, drawn: list[tuple[bool, int, int, str]], calls: list[list[int]]
+    tmp_path: Path, unhurried: None, drawn: list[tuple[bool, int, int, str]], calls: list[list[int]], method: str
 ) -> None:
     """Three runs with other participants each, under common numbers."""
-    runs = seeds("fedproto", participation=0.5, rounds=3)
+    runs = seeds(method, participation=0.5, rounds=3)
     assert run_both(tmp_path, runs) == {}
     assert_same(tmp_path, runs)
     together = drawn[-18:]  # two clients of each run in each round; before that, every run alone

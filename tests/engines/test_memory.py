@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +16,12 @@ import torch
 
 from polyfed import compute
 from polyfed.data import Dataset
-from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine
+from polyfed.engines import SequentialEngine, ThreadsEngine, VectorizedEngine, cohorts, stacked
 from polyfed.engines.base import LocalEngine
+from polyfed.engines.stacked.captured import CapturedStep
+from polyfed.engines.stacked.round import CohortRound
 from polyfed.errors import RunError
+from polyfed.methods.base import Method, Phase
 from polyfed.server.federation import Federation
 from tests import support
 
@@ -145,3 +152,69 @@ def test_the_c_library_keeps_memory_unless_the_user_has_set_it(
         monkeypatch.setenv(name, value)
     compute.reuse_memory()
     assert told == ({} if own else {-3: 33554432, -1: 134217728})
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts waits for the GPU and steps that were freed, and fails if one was while its graph could still run.
+
+    Steps are as if captured: they run from when they are queued until somebody waits for the results of their cohort,
+    or for the GPU.
+    """
+    counted, running = Counter[str](), dict[int, stacked.PhaseStep]()
+    make, queue, results = CapturedStep.__init__, CapturedStep.queued, CohortRound.results
+
+    def freed(number: int) -> None:
+        counted["freed"] += 1
+        counted["freed while running"] += running.pop(number, None) is not None
+
+    def init(self: CapturedStep, *given: Any) -> None:
+        make(self, *given)
+        weakref.finalize(self, freed, id(self))
+
+    def begun(self: CapturedStep, *given: Any) -> Iterator[None]:
+        running[id(self)] = self.step
+        self._graphs[0] = Graph()  # type: ignore[assignment]
+        yield from queue(self, *given)
+
+    def finished(self: CohortRound) -> Any:
+        for number in [number for number, step in running.items() if any(step is own for own in self.steps)]:
+            del running[number]
+        return results(self)
+
+    def wait() -> None:
+        counted["waits"] += 1
+        running.clear()
+
+    monkeypatch.setattr(CapturedStep, "__init__", init)
+    monkeypatch.setattr(CapturedStep, "queued", begun)
+    monkeypatch.setattr(CohortRound, "results", finished)
+    monkeypatch.setattr(cohorts, "finish_gpu_work", wait)
+    return counted
+
+
+@pytest.mark.parametrize(("most", "freed"), [(4, 0), (3, 2), (1, 6)])
+def test_no_captured_step_is_freed_while_it_may_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued: Counter[str], most: int, freed: int
+) -> None:
+    """Two networks train side by side in two phases, in three rounds: four steps, of which not all are kept."""
+    monkeypatch.setattr(cohorts, "KEPT_STEPS", most)
+    support.run(tmp_path, VectorizedEngine, "pfedes", rounds=3)
+    assert queued["freed while running"] == 0
+    assert queued["freed"] == freed
+    assert queued["waits"] == (2 if freed else 0)  # between the rounds
+
+
+class Changing(Method):
+    """It trains twice in a round, under one name and with learning rates that are always others."""
+
+    name, title, paper, sends = "changing", "Changing", "none", "nothing"
+
+    def phases_in(self, round: int) -> list[Phase]:
+        return [replace(phase, lr=0.1 / (round + part)) for phase in self.phases() for part in (0.0, 0.5)]
+
+
+def test_nor_is_one_whose_phase_has_changed(tmp_path: Path, queued: Counter[str]) -> None:
+    *_, run = support.run(tmp_path, VectorizedEngine, {"name": Changing}, rounds=2)
+    assert queued["freed"] == 6 and queued["freed while running"] == 0
+    run.engine.close()

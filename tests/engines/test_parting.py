@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyfed.engines.sameness import same
 from polyfed.engines.stacked.chains import join_layers
 from polyfed.engines.together import joint
 from polyfed.engines.together.fit import alike, misfit
@@ -22,7 +21,9 @@ from polyfed.message import Message, State
 from polyfed.methods import FedProto
 from polyfed.methods.base import Batch, ClientNetwork, Collect, Knowledge, Method
 from polyfed.methods.parts.tools import cross_entropy
+from polyfed.sameness import same
 from polyfed.seeds import derive
+from polyfed.server.unsaved import is_unsaved
 from tests import support
 from tests.engines.groups import DATA, assert_same, notes, run_both, run_joint, seeds
 
@@ -138,7 +139,8 @@ def test_what_a_method_keeps_for_itself_is_never_mixed(
     assert_same(tmp_path, runs)
     for name in runs:
         assert notes(tmp_path, name) == [
-            "the runs do not train together: the method changes 'now', which it keeps outside of the clients' states"
+            "the runs do not train together: the method changes 'now', which it keeps outside of the clients' states",
+            is_unsaved("now"),
         ]
 
 
@@ -182,7 +184,10 @@ def test_runs_part_before_the_first_step_of_a_loss_or_network_that_counts(
     runs = seeds(method, 2, models=models)
     assert run_joint(tmp_path, runs) == {}
     assert trained == []
-    assert notes(tmp_path, "seed0") == notes(tmp_path, "seed1") == [f"the runs do not train together: {words}"]
+    for name in runs:
+        assert [note for note in notes(tmp_path, name) if "together" in note] == [
+            f"the runs do not train together: {words}"
+        ]
 
 
 class Copied(Careful):

@@ -76,6 +76,11 @@ class CapturedStep:
         self._names: list[str] = []
         self._number = torch.zeros(1, dtype=torch.int64, device=step.total.device)
 
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph."""
+        return bool(self._graphs)
+
     def queued(self, plan: Plan, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> Iterator[None]:
         """Queue all steps of a plan, one at a time, from a fresh optimiser state, on this cohort's stream.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from polyfed.message import State
 from polyfed.methods.base import Method
 from polyfed.methods.parts.network import Applied
+from polyfed.sameness import is_cached
 
 METHOD, TRAINING, RATE = "number.method.", "number.training.", "number.rate."
 """How the names start: of a setting of the method, a setting of the training, and the learning rate of a phase."""
@@ -50,11 +50,6 @@ def numbered(method: Method, state: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         vars(method).clear()
         vars(method).update(before)
-
-
-def is_cached(method: Method, name: str) -> bool:
-    """Whether the method computes this attribute once, when it is first needed."""
-    return isinstance(getattr(type(method), name, None), cached_property)
 
 
 def on(applied: Applied, method: Method, state: Mapping[str, Tensor]) -> Callable[..., Any]:

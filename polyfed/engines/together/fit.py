@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from polyfed.engines.sameness import Pairs, same
 from polyfed.engines.stacked.chains import joins
-from polyfed.engines.stacked.numbers import METHOD, RATE, TRAINING, is_cached
+from polyfed.engines.stacked.numbers import METHOD, RATE, TRAINING
 from polyfed.methods.base import Method, Phase
 from polyfed.population import Population
+from polyfed.sameness import Pairs, differs_in, same
 
 RATES = ("lr", "momentum", "weight_decay", "clip")
 """Numbers of the training that may differ between runs."""
@@ -70,25 +70,6 @@ def _other_method(first: Population, other: Population) -> str | None:
         return f"its auxiliary network is {other.task.auxiliary.name}, not {first.task.auxiliary.name}"
     differing = differs_in(first.method, other.method)
     return f"its method keeps another {differing}" if differing else None
-
-
-def differs_in(one: Method, two: Method) -> str | None:
-    """The first attribute beside their settings in which two methods differ, or None."""
-    ours, theirs = map(_kept, (one, two))
-    # A function that took a method along finds that method's own settings, like any function of its class.
-    known: Pairs = {(id(one), id(two)): (one, two)}
-    differing = [n for n in ours.keys() | theirs.keys() if not same(ours.get(n), theirs.get(n), dict(known))]
-    return min(differing, default=None)
-
-
-def _kept(method: Method) -> dict[str, Any]:
-    """A method's attributes, without its settings and what it computes when it is first needed.
-
-    What engines ask for before they know a client's numbers is always among them.
-    """
-    own = ("config", "task", "training")
-    kept = {n: v for n, v in vars(method).items() if n not in own and not is_cached(method, n)}
-    return kept | {"collect": method.collect, "probe": method.probe}
 
 
 def _other_phases(first: Population, other: Population) -> str | None:

@@ -19,13 +19,14 @@ from polyfed.engines.client.flops import ClientFlops
 from polyfed.engines.client.store import ClientStore
 from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.stacked import Stack
-from polyfed.engines.together.fit import alike, differing_numbers, differs_in
+from polyfed.engines.together.fit import alike, differing_numbers
 from polyfed.engines.vectorized import VectorizedEngine
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Knowledge, Method, Phase, Reply
 from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
+from polyfed.sameness import differs_in
 
 if TYPE_CHECKING:
     from polyfed.engines.together.member import Member
