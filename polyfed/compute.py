@@ -273,12 +273,6 @@ def machine_name(device: torch.device) -> str:
     return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
 
 
-def take_turns(processes: int) -> bool:
-    """Whether this many processes can't all work at the same time on the GPUs; NVIDIA's MPS would let them."""
-    control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
-    return processes > torch.cuda.device_count() > 0 and not control.exists()
-
-
 def available_cores() -> int:
     """Cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)

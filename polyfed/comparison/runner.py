@@ -14,7 +14,6 @@ from polyfed.addresses import PYTHON, names_code, trusting
 from polyfed.comparison.crew import Crew
 from polyfed.comparison.plan import Cell
 from polyfed.comparison.together import Run, finish_together, grouped, most_together, named_watchers
-from polyfed.compute import take_turns
 from polyfed.config import Experiment, read_yaml
 from polyfed.data import Dataset, load_dataset, parse_address
 from polyfed.errors import FolderError, InputError, PolyfedError, first_line
@@ -24,11 +23,6 @@ from polyfed.records import RunFolder
 from polyfed.records.origin import FREE, shown
 from polyfed.registry import ENGINES
 from polyfed.server.federation import Interrupted, Watcher
-
-TURNS = (
-    "{} processes take turns on the GPU, which may take longer than one process; with NVIDIA's MPS "
-    "(nvidia-cuda-mps-control -d) they work at the same time."
-)
 
 
 @dataclass
@@ -225,8 +219,6 @@ def _side_by_side(
     watcher: Watcher,
 ) -> None:
     cells = [cell for group in groups for cell in group]
-    if any(cell.config.device != "cpu" for cell in cells) and take_turns(jobs):
-        tell(TURNS.format(jobs))
     _fetch_data(cells)
     tasks = {
         group[0].name: {c.name: {"config": _portable(c.config), "path": str(paths[c.name])} for c in group}

@@ -187,24 +187,6 @@ def test_a_note_comes_from_another_process_too(tmp_path: Path, together: int) ->
         assert own[0].partition(": ")[2] in RunFolder.open(tmp_path / "runs" / cell.name).notes()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "device", "shared", "told"),
-    [(1, "auto", False, True), (1, "auto", True, False), (2, "auto", False, False), (0, "auto", False, False),
-     (1, "cpu", False, False)],
-)  # fmt: skip
-def test_processes_that_take_turns_on_a_gpu_are_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, shared: bool, told: bool
-) -> None:
-    """Two processes; `shared`: MPS runs, which has a file for those who want to control it."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    if shared:
-        (tmp_path / "control").touch()
-    lines: list[str] = []
-    run_cells(small(["standalone"], [0, 1], device=device, rounds=1), tmp_path, jobs=2, tell=lines.append)
-    assert any(line.startswith("2 processes take turns on the GPU") for line in lines) == told
-
-
 @pytest.mark.parametrize("setting", ["engine", "models"])
 def test_code_that_only_a_run_s_file_names_is_never_imported(
     tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
