@@ -161,9 +161,11 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) ->
         cells = []
         for each in chosen:
             setting, base = each.entry.points[0], each.entry.base
-            papers = [printed(beside, row, setting, base)[row != base] for beside in each.papers]
+            papers = [printed(beside, row, setting, base) for beside in each.papers]
             ours = short(each, row) if row in complete[each.name] else NOT_YET if row in each.order else ""
-            theirs = next((text for text in papers if text), "")
+            # A gain if any paper has one; otherwise why not: it did not converge.
+            texts = [pair[row != base] for pair in papers] + [value for value, _ in papers if not value[:1].isdigit()]
+            theirs = next((text for text in texts if text), "")
             cells.append(f"{ours} ({theirs})" if ours and theirs else ours)
         rows.append([title_of(row), *cells])
     titles = [each.entry.title + ", reduced" * bool(each.entry.smaller) for each in chosen]

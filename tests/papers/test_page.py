@@ -73,6 +73,16 @@ def test_what_is_missing_is_said(papers: Path) -> None:
         assert shown.splitlines()[-1:] == [f"| {line} |" for line in lines]
 
 
+def test_the_front_page_says_what_did_not_converge_in_a_paper(papers: Path) -> None:
+    """Neither paper has a number for FedAPEN here; one has one for FML."""
+    (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", "fedapen, fml]\n    changes"))
+    written(papers, lambda run: record(run, 0.5))
+    campaign = read_campaign(papers / "campaign.yaml")
+    chosen = campaign.model_copy(update={"front": {"methods": ["standalone", "fedapen", "fml"], "entries": ["tiny"]}})
+    shown = front(chosen, comparisons_of(campaign, papers / "results"), papers / "words")
+    assert "| FedAPEN | 0.0 ± 0.0 (did not converge) |\n| FML | 0.0 ± 0.0 (−66.05) |" in shown
+
+
 def test_gains_of_fewer_seeds_say_so(papers: Path) -> None:
     """FedProto has all three seeds, Standalone only two of them: a gain of 1 and 2 points is 1.5, without interval."""
     gains = {0: 0.01, 1: 0.02, 2: 0.3}
