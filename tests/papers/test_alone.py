@@ -58,7 +58,7 @@ def test_a_client_goes_on_with_its_own_module(name: str) -> None:
     assert _same(method.download(server, 2, None).tensors, first)
 
 
-@pytest.mark.parametrize(("name", "original"), zip(NOT_AVERAGED, ["fml", "fedclassavg"], strict=True))
+@pytest.mark.parametrize(("name", "original"), list(zip(NOT_AVERAGED, ["fml", "fedclassavg"], strict=True)))
 def test_nothing_else_is_left_out(tmp_path: Path, name: str, original: str) -> None:
     """The mean over a single client is what it has sent."""
     found = []
