@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyfed.compute import to_device
+from polyfed.compute import to_device, working_kernels
 
 if TYPE_CHECKING:
     from polyfed.methods.base import Server
@@ -138,14 +138,37 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
     grow without limit.
 
     On a GPU the factors are in 64 bits, because it may round those of a 32-bit product to 10 bits, and small pivots
-    would make that large.
+    would make that large. One kernel does all steps there, if it can run.
     """
-    dtype, table = torch.float64 if triangles.is_cuda else triangles.dtype, _table(size, triangles.device)
+    dtype = torch.float64 if triangles.is_cuda else triangles.dtype
+    found = torch.zeros(len(triangles), min(rank, size), size, dtype=dtype, device=triangles.device)
+    floor = 10 * torch.finfo(dtype).eps  # of the largest variance; anything below is rounding
+    kernels = _kernels() if triangles.is_cuda and len(triangles) else None
+    if kernels is not None and size <= kernels.LARGEST:
+        kernels.factor(triangles.contiguous(), found, floor)
+    else:
+        _factor(triangles, found, floor)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    """Our kernels for a GPU, or None if they can't run here."""
+    return working_kernels("polyfed.methods.parts.gaussian_kernels", _trial)[0]
+
+
+def _trial(kernels: Any, device: str) -> None:
+    """The factor of one tiny covariance, to see whether the kernels work."""
+    kernels.factor(torch.ones(1, 3, device=device), torch.zeros(1, 1, 2, dtype=torch.float64, device=device), 1e-15)
+
+
+def _factor(triangles: Tensor, found: Tensor, floor: float) -> None:
+    """The same by PyTorch's operations, one step after another; `found` must be zero."""
+    dtype, size, table = found.dtype, found.shape[2], _table(found.shape[2], triangles.device)
     left = diagonals(triangles, size).double()
-    smallest = 10 * torch.finfo(dtype).eps * left.amax(1)  # anything below this is rounding
+    smallest = floor * left.amax(1)
     most = (1.01 * left.clamp(min=0).sqrt() + 0.01 * left.amax(1, keepdim=True).clamp(min=0).sqrt()).to(dtype)
     least = -most
-    found = torch.zeros(len(triangles), min(rank, size), size, dtype=dtype, device=triangles.device)
     for step in range(found.shape[1]):
         variance, pivot = left.max(1)
         column = triangles.gather(1, table.index_select(0, pivot)).to(dtype)
@@ -157,7 +180,6 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
         found[:, step] = (column * scale[:, None]).clamp(least, most)
         left -= found[:, step].square()
         left.scatter_(1, pivot[:, None], 0.0)
-    return found
 
 
 def pool(sent: Gaussians, parts: Tensor, classes: int, *, paper_weights: bool = False) -> tuple[Tensor, Tensor]:
