@@ -126,9 +126,8 @@ def collect(
     means = (sums[own] / divisors).float()
     covariances: Sequence[Tensor | None] = [None] * len(clients)
     if wanted.covariance:
-        ordered = vectors[table.groups.argsort(stable=True)[: int(counts.sum())]]
-        number = torch.arange(len(counts)).repeat_interleave(counts)
-        away = ordered - means[to_device(number, vectors.device)]
+        order, places = table.ordered
+        away = vectors[order] - means[places]
         covariances = group_covariances(away, counts).split(table.seen)
     own_counts = counts.clone()  # the table stays, whatever a method does to these
     return Collected(ClassStatistics(held % classes, own_counts, means), table.seen, covariances)

@@ -119,6 +119,16 @@ class Table:
         held, counts = self.holdings
         return to_device(held, self._population.device), to_device(counts[:, None], self._population.device)
 
+    @cached_property
+    def ordered(self) -> tuple[Tensor, Tensor]:
+        """Where the samples of each of the `holdings` are in `groups`, one after another, and which of them has each.
+
+        Both on the device.
+        """
+        counts = self.holdings[1]
+        places = torch.arange(len(counts)).repeat_interleave(counts)
+        return self.groups.argsort(stable=True)[: len(places)], to_device(places, self._population.device)
+
     def visits(self, phase: Phase) -> Tensor:
         """How often samples of each class are visited in a phase that leaves none out: [clients, classes]."""
         key = phase.epochs, phase.part
