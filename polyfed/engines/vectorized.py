@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from functools import cache, partial
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from polyfed.engines.client.probing import probe_sizes
 from polyfed.engines.client.workbench import Workbench
 from polyfed.engines.cohorts import CohortEngine
 from polyfed.engines.stacked.plan import Plan
-from polyfed.engines.stacked.round import Afterwards, CohortRound, uploads
+from polyfed.engines.stacked.round import Afterwards, CohortRound, upload_threads, uploads
 from polyfed.evaluation import Evaluation
 from polyfed.message import Message, State
 from polyfed.methods.base import Phase, Reply, Trained
@@ -131,15 +132,21 @@ class VectorizedEngine(CohortEngine):
         """Queue the work of all cohorts, each on its stream, before waiting for the first."""
         self._drop_old_steps()
         queued, too_large = self._queue_in_turn(cohorts, downloads, round)
-        while queued:
-            work = queued.popleft()
-            try:
-                with local.explained(self.population, work.clients, f"round {round}"):
-                    answers = self._finish(work, round)
-                yield answers
-            except torch.OutOfMemoryError:
-                too_large.append(work.clients)
-            del work  # and its memory, which the cohorts that are tried again may need
+        with upload_threads(self.population.method) as threads:
+            finishing: deque[tuple[list[int], Callable[[], list[Reply]]]] = deque()
+            while queued or finishing:
+                # Where uploads take threads, those of all cohorts are begun before the first is waited for.
+                begin = bool(queued) and (threads is not None or not finishing)
+                clients = queued[0].clients if begin else finishing[0][0]
+                try:
+                    with local.explained(self.population, clients, f"round {round}"):
+                        if begin:
+                            finishing.append((clients, self._finish(queued.popleft(), round, threads)))
+                            continue
+                        answers = finishing.popleft()[1]()
+                    yield answers
+                except torch.OutOfMemoryError:
+                    too_large.append(clients)
         if too_large and len(cohorts) > 1 and self._apart:
             self._apart = False
             self.notes.append(
@@ -181,7 +188,8 @@ class VectorizedEngine(CohortEngine):
         with self._stream(clients[0]).entered():
             while (queued := _turn(work)) is None:
                 pass
-        return self._finish(queued, round)
+        with upload_threads(self.population.method) as threads:
+            return self._finish(queued, round, threads)()
 
     def _begin(
         self, clients: list[int], downloads: Mapping[int, Message], round: int
@@ -213,8 +221,8 @@ class VectorizedEngine(CohortEngine):
         yield from captured.queued(plan, drops)
         return captured.step
 
-    def _finish(self, work: CohortRound, round: int) -> list[Reply]:
-        """What the clients answer after training; only then is their new state kept."""
+    def _finish(self, work: CohortRound, round: int, threads: Executor | None) -> Callable[[], list[Reply]]:
+        """Wait for the clients' training and begin their uploads; what it returns gives their replies."""
         people, clients = self.population, work.clients
         stream, flops = self._stream(clients[0]), self._client_flops(clients[0])
         with stream.entered(), torch.no_grad():
@@ -233,13 +241,19 @@ class VectorizedEngine(CohortEngine):
             losses = work.losses(totals, visited, round)
             work.check_weights(norm, round)
             local.check_statistics(answers, clients, round)
-            made = uploads(people, clients, answers, stream)
-            messages = [self._within_budget(message, round) for message in made]
-            replies = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
-            # Last: a cohort that has run out of memory is tried again from its old states.
-            self._keep(clients, parts)
-            self._held[self._architecture(clients[0]), len(work.stack.parts)] = self._versions(clients)
-        stream.join()
+            made = uploads(people, clients, answers, stream, threads)
+
+        def replies() -> list[Reply]:
+            """What the clients answer; only then is their new state kept."""
+            with stream.entered(), torch.no_grad():
+                messages = [self._within_budget(message, round) for message in made]
+                found = [Reply(*one) for one in zip(clients, messages, losses, spent, notes, strict=True)]
+                # Last: a cohort that has run out of memory is tried again from its old states.
+                self._keep(clients, parts)
+                self._held[self._architecture(clients[0]), len(work.stack.parts)] = self._versions(clients)
+            stream.join()
+            return found
+
         return replies
 
     def _keep(self, clients: list[int], states: list[State]) -> None:

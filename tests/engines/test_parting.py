@@ -111,11 +111,11 @@ def test_what_has_worked_is_tried_again(
     """A GPU that fails in the second round, after one of two architectures has answered: once, or for good."""
     failures, finish = [0], joint.JointEngine._finish
 
-    def fails(self: joint.JointEngine, work: Any, round: int) -> Any:
+    def fails(self: joint.JointEngine, work: Any, round: int, threads: Any) -> Any:
         if round == 2 and self._architecture(work.clients[0]) == "Narrow" and failures[0] < times:
             failures[0] += 1
             raise RuntimeError("out of order")
-        return finish(self, work, round)
+        return finish(self, work, round, threads)
 
     monkeypatch.setattr(joint.JointEngine, "_finish", fails)
     runs = seeds("fedproto", 2, rounds=3)

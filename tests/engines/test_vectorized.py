@@ -371,10 +371,11 @@ def test_training_that_diverges_is_named_before_an_answer_is_made(
         run(tmp_path, engine, "standalone", models=(support.Wide,), lr=1e30)
 
 
-def test_slow_uploads_are_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two clients wait for each other; what they send is what they send one after another."""
+@pytest.mark.parametrize("models", [(support.Wide,), (support.Wide, support.Narrow)], ids=["one cohort", "two"])
+def test_slow_uploads_are_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Any) -> None:
+    """Two clients, of one cohort or of two, wait for each other; they send what they send one after another."""
     fedkd, meeting, entered = METHODS["fedkd"], threading.Barrier(2, timeout=30), list[threading.Thread]()
-    upload, threads, settings = fedkd.upload, torch.get_num_threads(), {"clients": 2, "models": (support.Wide,)}
+    upload, threads, settings = fedkd.upload, torch.get_num_threads(), {"clients": 2, "models": models}
     in_stream = Stream.entered
 
     def recorded(stream: Stream) -> Any:

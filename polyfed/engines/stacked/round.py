@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,27 +55,37 @@ class Afterwards:
             return cls(collected, passes.probe(population, clients, network, state, round), inspected)
 
 
-def uploads(
-    population: Population, clients: Sequence[int], answers: Sequence[Trained], stream: Stream
-) -> Iterator[Message]:
-    """What leaves the clients of a cohort, one after another, or several at once if the method says so."""
-    homes = [population.home(client) for client in clients]
-    method = population.method
-    if not method.uploads_in_threads and not method.heavy and population.device.type != "cpu":
-        made_by_all = (local.new_upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
-        # Copied at once, because a method may use its tensors again for the next client; moved to the CPU together.
-        yield from snapshots([message.snapshot({*message.tensors, *message.metadata}) for message in made_by_all])
-        return
+@contextmanager
+def upload_threads(method: Method) -> Iterator[Executor | None]:
+    """Threads for the uploads of all cohorts, if the method says that several may be made at once."""
     if not method.uploads_in_threads:
-        yield from (local.upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
+        yield None
         return
+    with compute_threads(1), ThreadPoolExecutor(available_cores(), thread_name_prefix="polyfed-upload") as threads:
+        yield threads
 
-    def made(home: tuple[Population, int], answer: Trained) -> Message:
-        with stream.entered(), torch.no_grad():  # a thread of its own is in no stream and in no such block
-            return local.upload(*home, answer)
 
-    with compute_threads(1), ThreadPoolExecutor(available_cores(), thread_name_prefix="polyfed-upload") as pool:
-        yield from pool.map(made, homes, answers)
+def uploads(
+    population: Population,
+    clients: Sequence[int],
+    answers: Sequence[Trained],
+    stream: Stream,
+    threads: Executor | None = None,
+) -> Iterator[Message]:
+    """What leaves the clients of a cohort: begun at once in the threads, if there are any, or else one by one."""
+    homes = [population.home(client) for client in clients]
+    if threads is not None:
+
+        def made(home: tuple[Population, int], answer: Trained) -> Message:
+            with stream.entered(), torch.no_grad():  # a thread of its own is in no stream and in no such block
+                return local.upload(*home, answer)
+
+        return threads.map(made, homes, answers)
+    if population.method.heavy or population.device.type == "cpu":
+        return (local.upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
+    made_by_all = (local.new_upload(*home, answer) for home, answer in zip(homes, answers, strict=True))
+    # Copied at once, because a method may use its tensors again for the next client; moved to the CPU together.
+    return iter(snapshots([message.snapshot({*message.tensors, *message.metadata}) for message in made_by_all]))
 
 
 @dataclass(frozen=True, eq=False)
