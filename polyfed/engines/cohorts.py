@@ -24,6 +24,10 @@ from polyfed.sameness import same
 
 KEPT_STEPS = 128
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""
+SIZES = 4
+"""Sizes of cohorts from one power of two to the next. Each has a step of its own to capture and to keep in memory; with
+half as many, a tenth of what is computed would be padding where ten of a hundred clients take part in each of three
+runs."""
 
 
 class CohortEngine(LocalEngine):
@@ -87,11 +91,11 @@ class CohortEngine(LocalEngine):
     def _size(self, clients: list[int]) -> int:
         """The size a cohort is padded to, so that few different shapes occur over many rounds."""
         count = len(clients)
-        if self.population.device.type != "cuda" or count <= 4:
+        if self.population.device.type != "cuda":
             return count
         if count == self._owners[self._architecture(clients[0])]:
             return count
-        return stepped(count)
+        return stepped(count, SIZES)
 
     def _width(self, client: int) -> int:
         """Samples in a batch: no more than any client of the architecture has."""

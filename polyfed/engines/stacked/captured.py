@@ -173,10 +173,13 @@ def bucket(active: int, full: int) -> int:
     return full
 
 
-def stepped(count: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, … that is enough, so that few different shapes occur over many rounds.
+def stepped(count: int, parts: int = 2) -> int:
+    """The least that is enough of few numbers, so many from one power of two to the next.
 
     >>> [stepped(count) for count in (1, 5, 9, 13, 769)]
     [1, 6, 12, 16, 1024]
+    >>> [stepped(count, 4) for count in (1, 5, 9, 13, 769)]
+    [1, 5, 10, 14, 896]
     """
-    return next(step for power in range(63) for step in (1 << power, 3 << power >> 1) if step >= count)
+    unit = max(1, (1 << (count - 1).bit_length()) // (2 * parts))
+    return -(-count // unit) * unit
