@@ -1,9 +1,11 @@
 """Runs entries of the campaign until a deadline, and records every run as soon as it is finished.
 
-    python -m papers.run cifar100-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
+    python -m papers.run cifar100-n100:fedkd cifar10-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
 
-Runs that are recorded already are skipped. A run that the deadline stops leaves a checkpoint under --work; the same
-command continues from there, or starts the run again if that folder is gone.
+Runs begin in the order in which their entries, and the rows behind a colon, are named; what takes longest should come
+first, or it is still going when the others have ended. Runs that are recorded already are skipped. A run that the
+deadline stops leaves a checkpoint under --work; the same command continues from there, or starts the run again if that
+folder is gone.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from papers.campaign import FOLDER, Campaign, read_campaign
+from papers.campaign import FOLDER, Campaign, Run, read_campaign
 from papers.records import RESULTS, append, check, check_settings, in_a_line, line_of, parse, read_records, record_of
 from polyfed.comparison.plan import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
@@ -69,25 +72,17 @@ class Recorder:
     def __init__(self, campaign: Campaign, given: argparse.Namespace) -> None:
         self._campaign, self._given, self._commit = campaign, given, given.commit or commit()
         self.failures: dict[str, str] = {}
-        rows, seeds = given.methods and given.methods.split(","), given.seeds and parse_seeds(given.seeds)
+        seeds = given.seeds and parse_seeds(given.seeds)
         machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
         recorded = read_records([given.results])
         check(recorded, campaign)
-        known = {row: 0 for name in given.names or campaign.entries for row in campaign.rows.get(name, ())}
-        for row in rows or ():
-            if row not in known:
-                raise unknown_name("method", row, known)
-        planned = campaign.runs(given.names or None, **machine)
-        if rows:  # in the order in which they are named
-            entries = list(dict.fromkeys(run.entry for run in planned))
-            planned.sort(key=lambda run: (entries.index(run.entry), rows.index(run.row) if run.row in rows else 0))
+        planned = [run for name in given.names for run in _asked(campaign, name, machine)]
+        planned = planned if given.names else campaign.runs(**machine)
         if missing := sorted(set(seeds or ()) - {run.seed for run in planned}):
             known_seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in planned}))
             raise InputError(f"no run has the seed {missing[0]}: the campaign has {known_seeds}.")
         self.left = {
-            run.cell.name: run
-            for run in planned
-            if run.key not in recorded and (not rows or run.row in rows) and (not seeds or run.seed in seeds)
+            run.cell.name: run for run in planned if run.key not in recorded and (not seeds or run.seed in seeds)
         }
 
     def sweep(self, names: Collection[str] | None = None) -> None:
@@ -129,6 +124,16 @@ class Recorder:
         self.sweep(line.split())  # only what the line names: others may still be writing
 
 
+def _asked(campaign: Campaign, name: str, machine: Mapping[str, Any]) -> list[Run]:
+    """The runs of an entry, in its order; or those of the rows that are named behind a colon, in that order."""
+    entry, _, named = name.partition(":")
+    found, rows = campaign.runs([entry], **machine), named.split(",") if named else []
+    for row in rows:
+        if row not in campaign.rows[entry]:
+            raise unknown_name(f"row of {entry}", row, campaign.rows[entry])
+    return [run for row in rows for run in found if run.row == row] if rows else found
+
+
 def commit() -> str | None:
     """The commit of this checkout, marked if files differ from it; None where git does not know."""
     command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
@@ -147,8 +152,12 @@ def _minutes(text: str) -> float:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m papers.run", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="entries, in the order to run them; none: list them")
-    parser.add_argument("--methods", help="only these rows, separated by commas, in this order")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME[:ROW,…]",
+        help="entries, in the order to run them, or some rows of one; none: list",
+    )
     parser.add_argument("--seeds", help="only these seeds, such as 2-3")
     parser.add_argument("--data-dir", type=Path, help="where the datasets are")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

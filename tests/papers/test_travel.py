@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -31,9 +30,9 @@ from tests.papers.tiny import TINY, record, written
 ROOT = FOLDER.parent
 
 
-def command(papers: Path, *more: str) -> int:
+def command(papers: Path, *more: str, names: Sequence[str] = ("tiny",)) -> int:
     places = ("--work", papers / "work", "--results", papers / "results", "--campaign", papers / "campaign.yaml")
-    return running.main(["tiny", *map(str, places), "--out", str(papers / "new"), "--device", "cpu", *more])
+    return running.main([*names, *map(str, places), "--out", str(papers / "new"), "--device", "cpu", *more])
 
 
 def lines(folder: Path) -> list[Record]:
@@ -130,7 +129,7 @@ def test_runs_that_the_deadline_stops_say_how_far_they_are(
         "on_round",
         lambda overseer, *round: monkeypatch.setattr(type(overseer), "stop_requested", True),
     )
-    assert command(papers, "--methods", "standalone") == 0
+    assert command(papers, names=["tiny:standalone"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"standalone.*seed0: 1 of 3 rounds, [\d.e-]+ s a round", said), said
     assert "0 of 3 runs recorded" in said
@@ -143,7 +142,7 @@ def test_what_a_run_notes_is_printed_once_and_recorded(
     """A network that falls back to the loop must not be slow in silence, in whichever process it trains."""
     changed = "changes: {models: 'tests.comparison.networks:Branching', engine: vectorized, "
     (papers / "campaign.yaml").write_text(TINY.replace("changes: {", changed))
-    assert command(papers, "--methods", "standalone", *more) == 0
+    assert command(papers, *more, names=["tiny:standalone"]) == 0
     said = capsys.readouterr().out.splitlines()
     words = "clients with tests.comparison.networks:Branching train one after another: "
     first, every = ([line for line in said if line.startswith(start)] for start in ("note of tiny-", "noted by "))
@@ -177,17 +176,18 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
 
 
 def test_only_what_is_asked_for_is_run(papers: Path) -> None:
-    assert command(papers, "--methods", "fedproto", "--seeds", "1") == 0
+    assert command(papers, "--seeds", "1", names=["tiny:fedproto"]) == 0
     assert [(each["method"], each["seed"]) for each in lines(papers / "new")] == [("fedproto", 1)]
 
 
-def test_methods_run_in_the_order_in_which_they_are_named(papers: Path) -> None:
-    """So a deadline costs the last ones."""
-    for order in ("fedproto,standalone", "standalone,fedproto"):
-        shutil.rmtree(papers / "new", ignore_errors=True)
-        shutil.rmtree(papers / "work", ignore_errors=True)
-        assert command(papers, "--methods", order, "--seeds", "1") == 0
-        assert [each["method"] for each in lines(papers / "new")] == order.split(",")
+@pytest.mark.parametrize(
+    "names", [["tiny:fedproto,standalone"], ["tiny:standalone,fedproto"], ["tiny:fedproto", "tiny"]], ids=" ".join
+)
+def test_rows_run_in_the_order_in_which_they_are_named(papers: Path, names: list[str]) -> None:
+    """So a deadline costs the last ones. An entry that is named again has what is left of it."""
+    assert command(papers, "--seeds", "1", names=names) == 0
+    first = "fedproto" if "tiny:fedproto" in names[0] else "standalone"
+    assert [each["method"] for each in lines(papers / "new")] == sorted(("fedproto", "standalone"), key=first.__ne__)
 
 
 def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +198,10 @@ def test_a_record_that_fails_costs_no_other_run(papers: Path, monkeypatch: pytes
         return good(run, path, **rest) if run.seed else good(run, path / "nothing", **rest)
 
     monkeypatch.setattr(running, "record_of", record_of)
-    assert command(papers, "--methods", "standalone") == 1
+    assert command(papers, names=["tiny:standalone"]) == 1
     assert [each["seed"] for each in lines(papers / "new")] == [1, 2]
     monkeypatch.undo()
-    assert command(papers, "--methods", "standalone", "--out", str(papers / "later"), "--minutes", "0") == 0
+    assert command(papers, "--out", str(papers / "later"), "--minutes", "0", names=["tiny:standalone"]) == 0
     assert [each["seed"] for each in lines(papers / "later")] == [0, 1, 2]
 
 
@@ -218,8 +218,10 @@ def test_a_deadline_is_a_number(papers: Path) -> None:
 
 
 def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(papers, "--methods", "fedprot") == 2
-    assert "fedproto" in capsys.readouterr().err
+    assert command(papers, names=["tiny:fedprot"]) == 2
+    assert "row of tiny 'fedprot'" in (said := capsys.readouterr().err) and "fedproto" in said
+    assert command(papers, names=["tin:fedproto"]) == 2
+    assert "did you mean" in capsys.readouterr().err
 
 
 def test_runs_train_together_as_asked(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +242,7 @@ def test_a_folder_with_another_run_costs_no_other_run(papers: Path, capsys: pyte
     other = papers / "work" / "runs" / "tiny-n10-cifar10-standalone-seed1"
     other.mkdir(parents=True)
     (other / "config.yaml").write_text("rounds: 99\n")
-    assert command(papers, "--methods", "standalone") == 1
+    assert command(papers, names=["tiny:standalone"]) == 1
     assert [each["seed"] for each in lines(papers / "new")] == [0, 2]
     assert "holds a run with rounds 99" in capsys.readouterr().err
 
