@@ -22,7 +22,7 @@ from polyfed.methods.parts.network import ClientNetwork
 from polyfed.population import Population
 from polyfed.sameness import same
 
-KEPT_STEPS = 128
+KEPT_STEPS = 256
 """Captured steps that are kept for later rounds; the least recently used is dropped first."""
 SIZES = 4
 """Sizes of cohorts from one power of two to the next. Each has a step of its own to capture and to keep in memory; with
