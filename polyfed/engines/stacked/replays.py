@@ -27,7 +27,7 @@ Key = tuple[str, Hashable, int, int]
 """Architecture, purpose, clients and samples of each."""
 MOST_REPLAYS = 8
 """Replays for one pass; one over more samples keeps a GPU busy without a graph."""
-KEPT_PASSES = 64
+KEPT_PASSES = 128
 """Captured passes that are kept; the least recently used is dropped first."""
 
 
