@@ -61,8 +61,12 @@ def upload_threads(method: Method) -> Iterator[Executor | None]:
     if not method.uploads_in_threads:
         yield None
         return
-    with compute_threads(1), ThreadPoolExecutor(available_cores(), thread_name_prefix="polyfed-upload") as threads:
-        yield threads
+    threads = ThreadPoolExecutor(available_cores(), thread_name_prefix="polyfed-upload")
+    try:
+        with compute_threads(1):
+            yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)  # some are left only if there was an error
 
 
 def uploads(
