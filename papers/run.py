@@ -126,8 +126,8 @@ class Recorder:
 
 def _asked(campaign: Campaign, name: str, machine: Mapping[str, Any]) -> list[Run]:
     """The runs of an entry, in its order; or those of the rows that are named behind a colon, in that order."""
-    entry, _, named = name.partition(":")
-    found, rows = campaign.runs([entry], **machine), named.split(",") if named else []
+    entry, colon, named = name.partition(":")
+    found, rows = campaign.runs([entry], **machine), named.split(",") if colon else []
     for row in rows:
         if row not in campaign.rows[entry]:
             raise unknown_name(f"row of {entry}", row, campaign.rows[entry])

@@ -185,7 +185,7 @@ def costs(given: Comparison) -> str:
         numbers = [each.number(row, given.entry.points[0]).value for each in papers]
         sent = [f"{own[f'{name}_bytes_per_round'] / 1e3:.1f}" for name in ("upload", "download")]
         billions = own["flops_per_round"] / 1e9
-        computed = f"{billions:{'.3g' if billions < 1000 else '.0f'}}", f"{own['floats_last_round'] / 1e6:.3g}"
+        computed = f"{billions:{'.3g' if billions < 999.5 else '.0f'}}", f"{own['floats_last_round'] / 1e6:.3g}"
         theirs = ["" if math.isnan(number) else f"{number:g}" for number in numbers]
         rows.append([title_of(row), *sent, *computed, *theirs, f"{own['seconds']:.0f}"])
     return markdown(head, rows)

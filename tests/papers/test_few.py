@@ -24,7 +24,7 @@ def test_clients_have_the_accuracy_that_they_have_among_others(tmp_path: Any) ->
     assert len(set(expected)) > 1
 
 
-@pytest.mark.parametrize(("rounds", "participation", "visits"), [(4, 0.5, [2]), (40, 0.5, [19, 20])])
+@pytest.mark.parametrize(("rounds", "participation", "visits"), [(4, 0.5, [2]), (40, 0.5, [19, 20]), (3, 0.6, [2])])
 def test_clients_train_as_often_as_they_would_take_part(
     rounds: int, participation: float, visits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,9 +54,20 @@ def test_clients_train_as_often_as_they_would_take_part(
 def test_settings_are_changed_or_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given = []
     monkeypatch.setattr(few, "accuracies", lambda config, clients: given.append((config, clients)) or [0.5, 0.7])
-    assert few.main(["cifar10-n100", "--clients", "2", "--set", "training.augment=false", "--seed", "4"]) == 0
+    assert (
+        few.main(
+            ["cifar10-n100", "--clients", "2", "--set", "training.augment=false", "--seed", "4", "--data-dir", "x"]
+        )
+        == 0
+    )
     config, clients = given[0]
     assert (config.training.augment, config.training.batch_size, config.seed, clients) == (False, 64, 4, 2)
+    assert (config.method["name"], str(config.data_folder), config.clients) == ("standalone", "x", 100)
     assert capsys.readouterr().out == "cifar10-n100 training.augment=false: 60.0 % (50.0 70.0)\n"
     assert few.main(["cifar10-n10000"]) == 2
     assert "cifar10-n100" in capsys.readouterr().err
+    for entry in ("pfedes-sensitivity", "pfedes-classes"):  # no Standalone, and several settings of it
+        assert few.main([entry]) == 2
+        assert f"'{entry}' has not one setting of Standalone" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        few.main(["cifar10-n100", "--clients", "0"])

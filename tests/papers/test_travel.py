@@ -220,6 +220,8 @@ def test_a_deadline_is_a_number(papers: Path) -> None:
 def test_unknown_names_are_refused(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(papers, names=["tiny:fedprot"]) == 2
     assert "row of tiny 'fedprot'" in (said := capsys.readouterr().err) and "fedproto" in said
+    assert command(papers, names=["tiny:"]) == 2  # a list that a shell left empty is not all of them
+    assert "row of tiny ''" in capsys.readouterr().err
     assert command(papers, names=["tin:fedproto"]) == 2
     assert "did you mean" in capsys.readouterr().err
 
