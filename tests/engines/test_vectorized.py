@@ -7,6 +7,7 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -399,3 +400,15 @@ def test_slow_uploads_are_made_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     for client in (0, 1):
         torch.testing.assert_close(first.engine.get_state(client), second.engine.get_state(client), rtol=0, atol=0)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cuda", [1, 4, 5, 7, 10, 10, 14, 18]), ("cpu", None)])
+def test_cohorts_are_padded_on_a_gpu_to_few_sizes(device: str, sizes: list[int] | None) -> None:
+    """Eighteen clients have the architecture: all of them are not padded, because they come in every round."""
+    like: Any = SimpleNamespace(
+        population=SimpleNamespace(device=torch.device(device)),
+        _owners={"Wide": 18},
+        _architecture=lambda client: "Wide",
+    )
+    counts = [1, 4, 5, 7, 9, 10, 13, 18]
+    assert [VectorizedEngine._size(like, list(range(count))) for count in counts] == (sizes or counts)
