@@ -26,7 +26,7 @@ _SMALL = 32
 """The shorter side of a matrix whose eigenvectors a CPU has found before a GPU has launched its kernels."""
 _MANY, _SMALL_FOR_MANY, _FEW_VALUES = 4, 512, 1 << 19
 """With so many cores, matrices with a side so short and so few values are factored on the CPU as a whole: a GPU finds
-500 vectors in 5 ms, but of one matrix after another and in the way of other processes, a core in 20 to 30."""
+500 vectors in 5 ms, but of one matrix after another and in the way of other processes, a core in 29."""
 
 
 def changes(state: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> State:
