@@ -6,6 +6,7 @@ from torch import Tensor
 
 from polyfed.methods.parts import gaussians
 from polyfed.methods.parts.gaussians import factors, pack
+from tests.methods.test_gaussians import no_covariance
 
 triton = pytest.importorskip("triton")
 if not torch.cuda.is_available() and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
@@ -61,15 +62,11 @@ def test_rows_beyond_the_rank_stay_zero() -> None:
 
 
 def test_what_is_no_covariance_stays_as_small() -> None:
-    size = 24
-    generator = torch.Generator().manual_seed(4)
-    rows, columns = torch.triu_indices(size, size)
-    signs = torch.where(rows == columns, 1.0, torch.randint(0, 2, rows.shape, generator=generator) * 1.998 - 0.999)
-    deviations = 10 ** (-3 * torch.rand(size, generator=generator))
-    triangles = (deviations[rows] * deviations[columns] * signs).double()[None].to(DEVICE)
-    found = by_kernel(triangles, size, size)
-    assert float(found.abs().max()) <= 1.1 * float(deviations.max())
-    torch.testing.assert_close(found, by_operations(triangles, size, size), rtol=0, atol=1e-6)
+    triangles, deviation = no_covariance(24)
+    triangles = triangles.double().to(DEVICE)
+    found = by_kernel(triangles, 24, 24)
+    assert float(found.abs().max()) <= 1.1 * deviation
+    torch.testing.assert_close(found, by_operations(triangles, 24, 24), rtol=0, atol=1e-6)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU uses the kernel by itself")

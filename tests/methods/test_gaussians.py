@@ -183,16 +183,19 @@ def test_a_covariance_beyond_its_variances_is_not_possible(variance: float) -> N
     assert not possible(pack(torch.stack([torch.eye(SIZE), matrix])), SIZE)
 
 
-def test_factors_of_what_is_no_covariance_stay_small() -> None:
-    """Every pair of features alone is possible, all together are not."""
-    size = 60
+def no_covariance(size: int) -> tuple[Tensor, float]:
+    """A packed matrix whose pairs of features are possible, but not all together; and its largest deviation."""
     generator = torch.Generator().manual_seed(4)
     rows, columns = torch.triu_indices(size, size)
     signs = torch.where(rows == columns, 1.0, torch.randint(0, 2, rows.shape, generator=generator) * 1.998 - 0.999)
     deviations = 10 ** (-3 * torch.rand(size, generator=generator))
-    triangles = (deviations[rows] * deviations[columns] * signs)[None]
-    assert possible(triangles, size)
-    assert float(factors(triangles, size, size).abs().max()) <= 1.1 * float(deviations.max())
+    return (deviations[rows] * deviations[columns] * signs)[None], float(deviations.max())
+
+
+def test_factors_of_what_is_no_covariance_stay_small() -> None:
+    triangles, deviation = no_covariance(60)
+    assert possible(triangles, 60)
+    assert float(factors(triangles, 60, 60).abs().max()) <= 1.1 * deviation
 
 
 def test_shares_by_hand() -> None:
