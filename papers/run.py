@@ -76,8 +76,7 @@ class Recorder:
         machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
         recorded = read_records([given.results])
         check(recorded, campaign)
-        planned = [run for name in given.names for run in _asked(campaign, name, machine)]
-        planned = planned if given.names else campaign.runs(**machine)
+        planned = [run for name in given.names or campaign.entries for run in _asked(campaign, name, machine)]
         if missing := sorted(set(seeds or ()) - {run.seed for run in planned}):
             known_seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in planned}))
             raise InputError(f"no run has the seed {missing[0]}: the campaign has {known_seeds}.")
