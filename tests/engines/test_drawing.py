@@ -95,9 +95,9 @@ def assert_drawn(engine: VectorizedEngine, clients: list[int], round: int) -> No
     """The plans of a cohort are those that are drawn without any expectation."""
     found = engine._drawer.plans(clients, round)
     for phase, plan in zip(engine.population.method.phases_in(round), found, strict=True):
-        singles = phase.name not in engine._trial.of(clients[0]).normed
+        normed = phase.name in engine._trial.of(clients[0]).normed
         width = engine._width(clients[0])
-        expected = new_plan(engine.population, clients, width, len(clients), phase, round, singles=singles)
+        expected = new_plan(engine.population, clients, width, len(clients), phase, round, normed=normed)
         assert_equal(plan, expected)
 
 
@@ -115,7 +115,7 @@ def assert_equal(plan: Plan, expected: Plan) -> None:
         ("fedgen", {}),
         ("standalone", {"models": (support.Normed,), "partition": "iid", "batch_size": 23}),
     ],
-    ids=["augmented", "several phases", "draws of its own", "singles left out"],
+    ids=["augmented", "several phases", "draws of its own", "small batches left out"],
 )
 def test_a_run_has_the_same_numbers(
     tmp_path: Path, method: str, settings: dict[str, Any], request: pytest.FixtureRequest

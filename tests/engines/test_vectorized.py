@@ -138,12 +138,12 @@ def test_prepare_learns_what_all_steps_have_in_common_and_changes_no_state() -> 
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("singles", [True, False])
-def test_padding_comes_last(singles: bool) -> None:
+@pytest.mark.parametrize("normed", [True, False])
+def test_padding_comes_last(normed: bool) -> None:
     """So the first place of a batch tells whether a client has one; the third client is padding alone."""
     clients = support.population("standalone", models=(support.Wide,), clients=2)
     (phase,) = clients.method.phases()
-    real = new_plan(clients, [0, 1], 7, 3, phase, 1, singles=singles).inputs["rows"] >= 0
+    real = new_plan(clients, [0, 1], 7, 3, phase, 1, normed=normed).inputs["rows"] >= 0
     assert (real[..., 1:] <= real[..., :-1]).all()
     assert torch.equal(real[..., 0], real.any(2)) and real[..., 0].any() and not real[:, 2].any()
     assert not real[:, :2].all()

@@ -267,7 +267,7 @@ def test_a_batch_of_one_is_left_out_where_batch_norm_can_not_take_it(tmp_path: P
     federation.watcher = Listening()
     assert [len(own.train) for own in federation.engine.population.data.values()] == [24] * 4
     federation.run()
-    words = "phase 'model': a last batch of one sample was left out because of batch norm"
+    words = "phase 'model': a last batch was left out because it was too small for batch norm"
     assert shown == [f"clients 0, 1, 2 and 3: {words}"]
     notes = [event for event in federation.folder.events() if event["event"] == "note"]
     assert [note["clients"] for note in notes] == [[0, 1, 2, 3]] * 2

@@ -14,6 +14,8 @@ from polyfed.methods.base import Batch, Part, Phase, edges
 from polyfed.population import Population
 
 AUGMENTATION = Augmentation()
+ENOUGH_FOR_NORM = 8
+"""A last batch of so many samples is large enough for batch norm, however many a full one has."""
 IMAGE, VIEWS = "image", ("first", "second")
 """What the draws of an augmentation are for: the image that a batch holds, or a view of it beside it."""
 
@@ -107,6 +109,19 @@ def batches(population: Population, client: int, phase: Phase, round: int) -> It
     """All batches of a client in one phase of one round."""
     for epoch in epochs(population, client, phase, round):
         yield from epoch.batches(population)
+
+
+def fewest_for_norm(samples: int, size: int) -> int:
+    """How many of that many samples a batch must have for batch norm to train on it, where a full batch has `size`.
+
+    Two samples become two signs, whatever their values, so gradients vanish or explode: one step on two or three images
+    can ruin a ResNet. So a last batch is used if it is half full or has eight. An only batch is used in any case where
+    there is something to compare: a client must learn from what it has.
+
+    >>> [fewest_for_norm(1000, size) for size in (2, 4, 10, 64)], fewest_for_norm(10, 10)
+    ([2, 2, 5, 8], 2)
+    """
+    return 2 if samples <= size else max(2, min(ENOUGH_FOR_NORM, (size + 1) // 2))
 
 
 def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyfed.compute import all_to_device, out_of_memory, precision, to_device
 from polyfed.confusion import Counts
 from polyfed.data import ClientData
-from polyfed.engines.client.batches import batches
+from polyfed.engines.client.batches import batches, fewest_for_norm
 from polyfed.engines.client.flops import ClientFlops
 from polyfed.engines.client.phases import phases_in
 from polyfed.engines.client.probing import probe, probe_sizes
@@ -154,7 +154,8 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     groups = set_modes(net, phase)
     parameters = [parameter for group in groups.values() for parameter in group]
     clipped = [groups[module] for module in phase.clipped]
-    single_allowed = not batch_norm_trains(net)
+    start, stop = phase.edges(len(population.data[client].train))
+    fewest = fewest_for_norm(stop - start, training.batch_size) if batch_norm_trains(net) else 1
     bounded = [(parameter, phase.bounds[name]) for name, parameter in net.named_parameters() if name in phase.bounds]
     visited, total = 0, torch.zeros((), device=device)
     sums: Tensor | None = None
@@ -165,7 +166,7 @@ def train_phase(population: Population, client: int, net: ClientNetwork, phase: 
     with explained(population, [client], when, shapes), sgd(parameters, lr, training, clipped, early=early) as step:
         for batch in batches(population, client, phase, round):
             shapes[:] = [f"{tuple(batch.x.shape)}"]
-            if len(batch.y) == 1 and not single_allowed:
+            if len(batch.y) < fewest:
                 result.notes = [left_out(phase)]
                 continue
             with precision(device, bf16=training.bf16):
@@ -270,13 +271,13 @@ def set_modes(net: ClientNetwork, phase: Phase) -> dict[str, list[nn.Parameter]]
 
 
 def batch_norm_trains(net: nn.Module) -> bool:
-    """Whether a sample's result depends on the others in its batch; then a single sample can't be trained on."""
+    """Whether a sample's result depends on the others in its batch; then it takes several to train on."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in net.modules())
 
 
 def left_out(phase: Phase) -> str:
-    """The remark on a sample that was alone in its batch."""
-    return f"phase '{phase.name}': a last batch of one sample was left out because of batch norm"
+    """The remark on samples that were too few for a batch."""
+    return f"phase '{phase.name}': a last batch was left out because it was too small for batch norm"
 
 
 def collect(

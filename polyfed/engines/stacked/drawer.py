@@ -130,9 +130,9 @@ class Drawer:
 
     def _task(self, client: int, phase: Phase, round: int, found: Finding) -> tuple[Key, Callable[[], ClientBatches]]:
         """What a client's batches in a phase depend on, and how to draw them."""
-        width, singles = self._width(client), phase.name not in found.normed
-        draw = partial(client_batches, self._population, client, width, phase, round, singles=singles)
-        return (round, client, width, singles, *drawn_for(phase)), draw
+        width, normed = self._width(client), phase.name in found.normed
+        draw = partial(client_batches, self._population, client, width, phase, round, normed=normed)
+        return (round, client, width, normed, *drawn_for(phase)), draw
 
 
 def _draw_all(tasks: Tasks, earlier: Thread | None) -> None:

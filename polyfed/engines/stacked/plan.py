@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyfed.compute import to_device
-from polyfed.engines.client.batches import all_epochs
+from polyfed.engines.client.batches import all_epochs, fewest_for_norm
 from polyfed.message import State
 from polyfed.methods.base import Phase
 from polyfed.population import Population
@@ -61,20 +61,20 @@ def new_plan(
     phase: Phase,
     round: int,
     *,
-    singles: bool = True,
+    normed: bool = False,
     pads: bool = True,
 ) -> Plan:
     """All batches of these clients in a phase, padded to a common number of steps and to `size` clients.
 
-    Without `singles`, batches of one sample are left out, on which batch norm can't train. Without `pads`, for a single
+    If they are `normed`, last batches that are too small for batch norm are left out. Without `pads`, for a single
     client, short batches stay as they are.
     """
-    own = [client_batches(population, client, width, phase, round, singles=singles) for client in clients]
+    own = [client_batches(population, client, width, phase, round, normed=normed) for client in clients]
     return plan_of(own, width, size, pads=pads)
 
 
 def client_batches(
-    population: Population, client: int, width: int, phase: Phase, round: int, *, singles: bool = True
+    population: Population, client: int, width: int, phase: Phase, round: int, *, normed: bool = False
 ) -> ClientBatches:
     """All batches of one client in a phase; they depend on nobody else's."""
     epochs, nothing = all_epochs(population, client, population.phase(client, phase), round), torch.zeros(0).long()
@@ -84,10 +84,11 @@ def client_batches(
     for purpose, changes in epochs.augmentations.items():
         draws |= {f"{purpose}.{name}": tensor for name, tensor in changes.items()}
     table = {name: _in_batches(values, width, -1 if name == "rows" else 0) for name, values in draws.items()}
-    if singles:
+    if not normed:
         return ClientBatches(table, nothing)
-    single = (table["rows"] >= 0).sum(1) == 1
-    return ClientBatches({name: values[~single] for name, values in table.items()}, table["rows"][single].amax(1))
+    real = table["rows"] >= 0
+    few = real.sum(1) < fewest_for_norm(epochs.samples.shape[1], population.training.batch_size)
+    return ClientBatches({name: values[~few] for name, values in table.items()}, table["rows"][few[:, None] & real])
 
 
 def plan_of(batches: Sequence[ClientBatches], width: int, size: int, *, pads: bool = True) -> Plan:

@@ -151,7 +151,6 @@ def factors(triangles: Tensor, size: int, rank: int) -> Tensor:
     return found
 
 
-@lru_cache(maxsize=1)
 def _kernels() -> Any:
     """Our kernels for a GPU, or None if they can't run here."""
     return working_kernels("polyfed.methods.parts.gaussian_kernels", _trial)[0]
