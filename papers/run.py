@@ -3,7 +3,8 @@
     python -m papers.run cifar100-n100:fedkd cifar10-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
 
 Runs begin in the order in which their entries, and the rows behind a colon, are named; what takes longest should come
-first, or it is still going when the others have ended. Runs that are recorded already are skipped. A run that the
+first, or it is still going when the others have ended. Where a machine is lent for a time, `--begin` keeps runs from
+beginning that could not end: the others then end the sooner. Runs that are recorded already are skipped. A run that the
 deadline stops leaves a checkpoint under --work; the same command continues from there, or starts the run again if that
 folder is gone.
 """
@@ -36,13 +37,14 @@ CLIENTS = re.compile(r"\b(clients?|round) \d+(?:(?:, | and )\d+)*(?: others)?")
 
 
 class Overseer(Watcher):
-    """Asks all runs to stop after their current round when the time is up, and prints what they note, each note once.
+    """Lets no run begin late, asks all to stop when the time is up, and prints what they note, each note once.
 
     Notes say for example that a network's clients train one after another, which may take many times as long.
     """
 
-    def __init__(self, minutes: float, names: Collection[str]) -> None:
+    def __init__(self, minutes: float, names: Collection[str], begin: float = math.inf) -> None:
         self._end, self._names = time.monotonic() + 60 * minutes, set(names)
+        self._last_begin = time.monotonic() + 60 * begin
         self._runs: dict[str, set[str]] = {}
         """By note, the runs that have it."""
         self._lock = threading.Lock()  # runs that train together are in threads of their own
@@ -50,6 +52,10 @@ class Overseer(Watcher):
     @property
     def stop_requested(self) -> bool:  # type: ignore[override]
         return time.monotonic() >= self._end
+
+    @property
+    def no_more_runs(self) -> bool:  # type: ignore[override]
+        return time.monotonic() >= self._last_begin
 
     def on_note(self, note: str) -> None:
         name, _, words = note.partition(": ")
@@ -167,6 +173,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
     parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where unfinished runs are kept")
     parser.add_argument("--minutes", type=_minutes, default=math.inf, help="stop after this time; by default never")
+    parser.add_argument("--begin", type=_minutes, default=math.inf, help="begin no run after this time, in minutes")
     parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
@@ -186,7 +193,7 @@ def run(given: argparse.Namespace) -> int:
         disk.make_folder(folder)
     total = len(recorder.left)
     recorder.sweep()
-    overseer = Overseer(given.minutes, recorder.left)
+    overseer = Overseer(given.minutes, recorder.left, given.begin)
     try:
         recorder.failures |= run_cells(
             [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,

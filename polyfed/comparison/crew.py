@@ -99,9 +99,15 @@ class Crew:
         self.stop(at_once=kind is not None)
 
     def work(
-        self, tasks: Mapping[str, Mapping[str, Any]], stop_requested: Callable[[], bool] = lambda: False
+        self,
+        tasks: Mapping[str, Mapping[str, Any]],
+        stop_requested: Callable[[], bool] = lambda: False,
+        no_more: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Do all tasks; gives each one's name and answer when it is done, and before that its notes."""
+        """Do all tasks; gives each one's name and answer when it is done, and before that its notes.
+
+        If a stop is requested, those in progress end early; if there shall be no more, only they are done.
+        """
         left = deque(tasks.items())
         self._hands = [threading.Thread(target=self._hand, args=(left,), daemon=True) for _ in range(self._number)]
         for hand in self._hands:
@@ -110,6 +116,8 @@ class Crew:
         while busy:
             if stop_requested():
                 self._let_go()
+            if no_more():
+                left.clear()
             try:
                 answer = self._answers.get(timeout=0.2)  # wakes up for signals and for requests to stop
             except queue.Empty:

@@ -191,7 +191,7 @@ def _one_by_one(
 ) -> None:
     done, total = 0, sum(map(len, groups))
     for group in groups:
-        if watcher.stop_requested:
+        if watcher.stop_requested or watcher.no_more_runs:
             raise _stopped(done, total)
         try:
             found = finish_group({c.name: (c.config, paths[c.name]) for c in group}, watcher, data, models)
@@ -228,7 +228,7 @@ def _side_by_side(
     done = 0
     with Crew(jobs) as crew:
         try:
-            for task, answer in crew.work(tasks, lambda: watcher.stop_requested):
+            for task, answer in crew.work(tasks, lambda: watcher.stop_requested, lambda: watcher.no_more_runs):
                 if "note" in answer:
                     watcher.on_note(answer["note"])
                     continue

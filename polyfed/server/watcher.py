@@ -16,6 +16,8 @@ class Watcher:
 
     stop_requested = False
     """Set it, and the run ends after the round in progress, with a checkpoint."""
+    no_more_runs = False
+    """Set it where several runs are made, and no further one begins."""
     folder: Path | None = None
     """The run's folder, as soon as there is one."""
 

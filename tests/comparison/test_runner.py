@@ -140,6 +140,27 @@ class StopsWhenBegun(Watcher):
         return any(len(path.read_text().splitlines()) > 2 for path in self._folder.glob("runs/*/rounds.csv"))
 
 
+class NoMoreOnceBegun(Watcher):
+    """Lets no further run begin once one has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def no_more_runs(self) -> bool:  # type: ignore[override]
+        return any(self._folder.glob("runs/*/rounds.csv"))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_that_have_begun_end_where_no_more_may_begin(tmp_path: Path, jobs: int) -> None:
+    cells = small(["standalone"], list(range(2 * jobs + 1)))
+    with pytest.raises(Interrupted, match=rf"of {len(cells)} runs done; the same command continues"):
+        run_cells(cells, tmp_path, jobs=jobs, watcher=NoMoreOnceBegun(tmp_path))
+    begun = [RunFolder.open(path) for path in (tmp_path / "runs").iterdir()]
+    assert 1 <= len(begun) <= 2 * jobs and all(each.finished for each in begun)
+    assert run_cells(cells, tmp_path, jobs=jobs) == {}
+
+
 def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is killed as if memory were short: its run fails, the others finish, and the next call finishes it too.
 

@@ -101,6 +101,13 @@ def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureF
     assert "stopped with 0 of 6 runs done; the same command continues" in out and "0 of 6 runs recorded" in out
 
 
+def test_nothing_begins_after_the_last_time_to_begin(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(papers, "--begin", "0") == 0
+    assert "0 of 6 runs recorded" in capsys.readouterr().out
+    assert command(papers, "--begin", "9") == 0
+    assert "6 of 6 runs recorded" in capsys.readouterr().out
+
+
 def test_a_run_that_failed_before_the_deadline_is_named_at_the_end(
     papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
