@@ -119,11 +119,16 @@ def spread(values: Mapping[int, float]) -> str:
 
 def title_of(row: str) -> str:
     """
-    >>> title_of("fedssa"), title_of("dc-pfl-600"), title_of("fedssa stable_round=4")
-    ('FedSSA', 'dc-pfl-600', 'FedSSA stable_round=4')
+    >>> title_of("fedssa"), title_of("dc-pfl-600"), title_of("dc-pfl-without-al"), title_of("fedssa stable_round=4")
+    ('FedSSA', 'DC-PFL, 600', 'DC-PFL, without AL', 'FedSSA stable_round=4')
     """
     name, space, rest = row.partition(" ")
-    return (METHODS[name].title if name in METHODS else name) + space + rest
+    own = max((each for each in METHODS if f"{name}-".startswith(f"{each}-")), key=len, default=None)
+    if own is None:
+        return row
+    parts = name.removeprefix(own).strip("-").split("-")  # of a variant; short ones are the papers' abbreviations
+    variant = " ".join(part if len(part) > 3 else part.upper() for part in parts)
+    return METHODS[own].title + f", {variant}" * bool(variant) + space + rest
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
