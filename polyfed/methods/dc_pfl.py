@@ -64,7 +64,11 @@ class DCPFL(Method):
     requires = ("features", "head")
     heavy = ("covariances",)
     receives = ("model.head", "means")
-    grid = {"weight": (0.01, 0.1, 1.0), "virtual_features": (600, 1000, 2000, 5000)}
+    grid = {
+        "weight": (0.01, 0.1, 1.0),
+        "virtual_features": (600, 1000, 2000, 5000),
+        "calibration_epochs": (1, 10, 100),
+    }
 
     class Config(Method.Config):
         weight: float = Field(
