@@ -115,8 +115,8 @@ def fewest_for_norm(samples: int, size: int) -> int:
     """How many of that many samples a batch must have for batch norm to train on it, where a full batch has `size`.
 
     Where a channel has one position left, two samples become two signs, whatever their values, so gradients vanish or
-    explode: one step on two or three images can ruin a ResNet. So a last batch is used if it is half full or has eight. An only batch is used in any case where
-    there is something to compare: a client must learn from what it has.
+    explode: one step on two or three images can ruin a ResNet. So a last batch is used if it is half full or has eight.
+    An only batch is used in any case where there is something to compare: a client must learn from what it has.
 
     >>> [fewest_for_norm(1000, size) for size in (2, 4, 10, 64)], fewest_for_norm(10, 10)
     ([2, 2, 5, 8], 2)
