@@ -3,7 +3,7 @@
     python -m papers.run cifar100-n100:fedkd cifar10-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
 
 Runs begin in the order in which their entries, and the rows behind a colon, are named; what takes longest should come
-first, or it is still going when the others have ended. Where a machine is lent for a time, `--begin` keeps runs from
+first, or it is still going when the others have ended. Where time on a machine is short, `--begin` keeps runs from
 beginning that could not end: the others then end the sooner. Runs that are recorded already are skipped. A run that the
 deadline stops leaves a checkpoint under --work; the same command continues from there, or starts the run again if that
 folder is gone.
