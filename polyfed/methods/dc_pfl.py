@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from pydantic import Field
@@ -176,7 +176,6 @@ class DCPFL(Method):
 
     def _fuse(self, server: Server, messages: Sequence[Message]) -> None:
         config, head = self.config, server.modules["head"]
-        train = partial(train_on_vectors, head, lr=config.server_lr)
         labels, counts = (torch.cat([message.metadata[name] for message in messages]) for name in ("labels", "counts"))
         means = torch.cat([message.tensors["means"] for message in messages])
         noise = self._noise(server, labels, counts) if config.calibrate else None  # drawn while the head takes steps
@@ -193,7 +192,11 @@ class DCPFL(Method):
             features, classes = self._virtual_features(Gaussians(labels, counts, means, triangles), noise)
             epochs, batch_size = config.calibration_epochs, config.calibration_batch_size
             # Eq. 12.
-            train(features, classes, epochs=epochs, batch_size=batch_size, generator=server.generator("calibration"))
+            generator = server.generator("calibration")
+            train_on_vectors(
+                head, features, classes, epochs=epochs, batch_size=batch_size, lr=config.server_lr, generator=generator,
+                device=server.device, kept=server.kept,
+            )  # fmt: skip
             if server.device.type == "cuda" and server.round < self.task.rounds:
                 self._ahead.draw_next(server, noise.wanted)
         check_finite(head, "head", server.round, config.server_lr, [means])

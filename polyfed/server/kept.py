@@ -7,8 +7,8 @@ is copied to where the graph looks for it, and what is trained stays where it is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,12 @@ class Kept:
         step = new(memory)
         self._steps[key] = KeptSteps(memory, step, Spans(step, size, self._side))
         return self._steps[key]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, work on the GPU neither waits for what is queued there outside, nor that for it."""
+        with torch.cuda.stream(self._side.stream) if torch.cuda.is_available() else nullcontext():
+            yield
 
     def close(self) -> None:
         """Drop everything, when the run ends."""
