@@ -6,7 +6,7 @@ Runs begin in the order in which their entries, and the rows behind a colon, are
 first, or it is still going when the others have ended. Where time on a machine is short, `--begin` keeps runs from
 beginning that could not end: the others then end the sooner. Runs that are recorded already are skipped. A run that the
 deadline stops leaves a checkpoint under --work; the same command continues from there, or starts the run again if that
-folder is gone.
+folder is gone. Ctrl-C and SIGTERM stop runs as the deadline does.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from papers.campaign import FOLDER, Campaign, Run, read_campaign
@@ -56,6 +59,25 @@ class Overseer(Watcher):
     @property
     def no_more_runs(self) -> bool:  # type: ignore[override]
         return time.monotonic() >= self._last_begin
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, Ctrl-C or SIGTERM brings the deadline to now; a second one stops at once.
+
+        Processes that share a GPU by NVIDIA's MPS must not be killed: all others would lose their work.
+        """
+
+        def hurry(number: int, frame: FrameType | None) -> None:
+            if self.stop_requested:
+                raise KeyboardInterrupt
+            self._end = time.monotonic()
+
+        before = {number: signal.signal(number, hurry) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def on_note(self, note: str) -> None:
         name, _, words = note.partition(": ")
@@ -114,11 +136,14 @@ class Recorder:
     def unfinished(self) -> list[str]:
         """For each run that has begun and not ended, how many rounds are done and how long a round takes."""
         lines = []
-        for name, run in self.left.items():
+        for name, run in list(self.left.items()):
             folder = self._given.work / "runs" / name
             if name in self.failures or not (folder / "run.json").exists():
                 continue
-            rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
+            try:
+                rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
+            except PolyfedError:  # recorded, and its folder removed, since it was found there
+                continue
             seconds = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
             pace = f", {sum(seconds) / len(seconds):.3g} s a round" if seconds else ""
             lines.append(f"{name}: {len(rounds)} of {run.config.rounds} rounds{pace}")
@@ -148,6 +173,24 @@ def commit() -> str | None:
         return None
 
 
+@contextmanager
+def every(minutes: float, act: Callable[[], object]) -> Iterator[None]:
+    """Inside, another thread does something as often as this."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(min(60 * minutes, threading.TIMEOUT_MAX)):
+            act()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def _minutes(text: str) -> float:
     minutes = float(text)
     if math.isnan(minutes):
@@ -174,6 +217,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where unfinished runs are kept")
     parser.add_argument("--minutes", type=_minutes, default=math.inf, help="stop after this time; by default never")
     parser.add_argument("--begin", type=_minutes, default=math.inf, help="begin no run after this time, in minutes")
+    parser.add_argument("--pace", type=_minutes, default=math.inf, help="say how far runs are every so many minutes")
     parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
@@ -195,10 +239,11 @@ def run(given: argparse.Namespace) -> int:
     recorder.sweep()
     overseer = Overseer(given.minutes, recorder.left, given.begin)
     try:
-        recorder.failures |= run_cells(
-            [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
-            watcher=overseer, together=given.together,
-        )  # fmt: skip
+        with overseer.listening(), every(given.pace, lambda: print(*recorder.unfinished(), sep="\n", flush=True)):
+            recorder.failures |= run_cells(
+                [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
+                watcher=overseer, together=given.together,
+            )  # fmt: skip
     except Interrupted as stop:  # the deadline, or Ctrl-C
         print(stop)
         recorder.failures |= stop.failures

@@ -4,8 +4,11 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +143,50 @@ def test_runs_that_the_deadline_stops_say_how_far_they_are(
     said = capsys.readouterr().out
     assert re.search(r"standalone.*seed0: 1 of 3 rounds, [\d.e-]+ s a round", said), said
     assert "0 of 3 runs recorded" in said
+
+
+def test_how_far_runs_are_is_said_meanwhile(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run waits after its first round until that has been said; what is said at the end is not meant here."""
+    said = threading.Event()
+    unfinished = running.Recorder.unfinished
+
+    def overheard(recorder: running.Recorder) -> list[str]:
+        found = unfinished(recorder)
+        if any("fedproto-seed0: 1 of" in line for line in found):
+            said.set()
+        return found
+
+    monkeypatch.setattr(running.Recorder, "unfinished", overheard)
+    monkeypatch.setattr(running.Overseer, "on_round", lambda *given: given[0].folder and said.wait(20))
+    assert command(papers, "--pace", "0.0001", "--seeds", "0", names=["tiny:fedproto"]) == 0
+    out = capsys.readouterr().out
+    assert said.is_set() and re.search(r"fedproto-seed0: 1 of \d+ rounds, [\d.e-]+ s a round", out), out
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_runs_after_their_round(papers: Path, number: signal.Signals, jobs: str) -> None:
+    """Nothing is killed: both runs leave a checkpoint, and the same command continues."""
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 100000"))
+    places = ["--work", papers / "work", "--results", papers / "results", "--campaign", papers / "campaign.yaml"]
+    words = ["tiny:standalone", "--seeds", "0-1", "--jobs", jobs, *places, "--out", papers / "new", "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "papers.run", *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    folders = papers / "work" / "runs"
+    for _ in range(600):
+        begun = [path for path in folders.glob("*/events.jsonl") if '"round"' in path.read_text()]
+        if len(begun) >= int(jobs):
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "stopped with 0 of 2 runs done; the same command continues" in out and "of 100000 rounds" in out
+    for folder in (path.parent for path in begun):
+        assert any((folder / "checkpoint").iterdir())
 
 
 @pytest.mark.parametrize("more", [(), ("--jobs", "2"), ("--together", "3")])
