@@ -1,6 +1,7 @@
 """The campaign: every run is an experiment, every table of a paper finds its rows, and options are the papers'."""
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -41,10 +42,16 @@ def test_options_are_those_of_the_papers() -> None:
     assert found["fedtgp-practical-cifar100", "fd"].options["mean"] == "all"
     assert found["cnn1-cifar100-n10", "dc-pfl-600"].options["virtual_features"] == 600
     assert found["cnn1-cifar100-n10", "dc-pfl-without-gc"].options["calibrate"] is False
-    listed = found["tuning-cifar100-n100", "pfedes weight=0.1 proxy_epochs=10"].options
+    listed = found["tuning-cifar100-n100", "pfedes weight=0.1 proxy_epochs=10 activation=none"].options
     assert (listed["weight"], listed["proxy_epochs"]) == (0.1, 10)
     both = [run.config for run in CAMPAIGN.runs(["fedtgp-sensitivity"]) if run.setting == "s10"]
     assert {config.options["server_epochs"] for config in both} == {10}
+
+
+def test_methods_that_are_tuned_have_as_many_trials_each() -> None:
+    entry = "tuning-cifar100-n100"
+    trials = Counter(CAMPAIGN.method(entry, row) for row, options in CAMPAIGN.rows[entry].items() if options)
+    assert trials == dict.fromkeys(["fedproto", "fedtgp", "fedssa", "pfedes", "dc-pfl"], 8)
 
 
 def test_settings_are_those_of_the_recipe_with_the_entrys_changes() -> None:
