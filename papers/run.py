@@ -50,6 +50,7 @@ class Overseer(Watcher):
         self._last_begin = time.monotonic() + 60 * begin
         self._runs: dict[str, set[str]] = {}
         """By note, the runs that have it."""
+        self._hurried = False
         self._lock = threading.Lock()  # runs that train together are in threads of their own
 
     @property
@@ -62,15 +63,17 @@ class Overseer(Watcher):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, Ctrl-C or SIGTERM brings the deadline to now; a second one stops at once.
+        """Inside, Ctrl-C or SIGTERM brings the deadline to now.
 
-        Processes that share a GPU by NVIDIA's MPS must not be killed: all others would lose their work.
+        Those after it are for whoever runs the runs, and may kill processes. Where these share a GPU by NVIDIA's MPS,
+        that costs all others their work.
         """
 
         def hurry(number: int, frame: FrameType | None) -> None:
-            if self.stop_requested:
+            if self._hurried:
                 raise KeyboardInterrupt
-            self._end = time.monotonic()
+            self._hurried, self._end = True, min(self._end, time.monotonic())
+            print("stopping after the rounds in progress, with checkpoints", flush=True)
 
         before = {number: signal.signal(number, hurry) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -142,12 +145,16 @@ class Recorder:
                 continue
             try:
                 rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
-            except PolyfedError:  # recorded, and its folder removed, since it was found there
+            except (PolyfedError, OSError):  # recorded, and its folder removed, since it was found there
                 continue
             seconds = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
             pace = f", {sum(seconds) / len(seconds):.3g} s a round" if seconds else ""
             lines.append(f"{name}: {len(rounds)} of {run.config.rounds} rounds{pace}")
         return lines
+
+    def tell_pace(self) -> None:
+        for line in self.unfinished():
+            print(line, flush=True)
 
     def tell(self, line: str) -> None:
         print(line, flush=True)
@@ -179,7 +186,7 @@ def every(minutes: float, act: Callable[[], object]) -> Iterator[None]:
     ended = threading.Event()
 
     def repeat() -> None:
-        while not ended.wait(min(60 * minutes, threading.TIMEOUT_MAX)):
+        while not ended.wait(max(0.1, min(60 * minutes, threading.TIMEOUT_MAX))):
             act()
 
     thread = threading.Thread(target=repeat, daemon=True)
@@ -239,7 +246,7 @@ def run(given: argparse.Namespace) -> int:
     recorder.sweep()
     overseer = Overseer(given.minutes, recorder.left, given.begin)
     try:
-        with overseer.listening(), every(given.pace, lambda: print(*recorder.unfinished(), sep="\n", flush=True)):
+        with overseer.listening(), every(given.pace, recorder.tell_pace):
             recorder.failures |= run_cells(
                 [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
                 watcher=overseer, together=given.together,

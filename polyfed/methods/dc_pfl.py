@@ -195,7 +195,7 @@ class DCPFL(Method):
             generator = server.generator("calibration")
             train_on_vectors(
                 head, features, classes, epochs=epochs, batch_size=batch_size, lr=config.server_lr, generator=generator,
-                device=server.device, kept=server.kept,
+                device=server.device, kept=server.kept, notes=server.notes,
             )  # fmt: skip
             if server.device.type == "cuda" and server.round < self.task.rounds:
                 self._ahead.draw_next(server, noise.wanted)

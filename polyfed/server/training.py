@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyfed.compute import compute_threads, to_device, working_kernels
+from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
 from polyfed.losses import cross_entropy
 from polyfed.message import largest
+from polyfed.server.heads import is_plain, train_by_one_kernel
 from polyfed.server.kept import Kept
 from polyfed.server.replay import Replayed, Spans, Step, in_batches
 
@@ -29,8 +29,6 @@ SANE = 1e4
 _eager = ContextVar("eager", default=False)
 _WORTH_CAPTURING = 100
 """Steps from which capturing some as a GPU graph costs less than it saves."""
-_WORTH_MOVING = 200
-"""Steps of a linear layer from which a GPU, with all in one kernel, is quicker than the CPU."""
 _WORTH_THREADS = 50_000_000
 """Multiplications in a step from which several CPU threads are quicker than one that never waits for another."""
 
@@ -68,9 +66,13 @@ def train_on_vectors(
     """
     work = work or 3 * batch_size * sum(parameter.numel() for parameter in module.parameters())
     orders = torch.stack([torch.randperm(len(vectors), generator=generator) for _ in range(epochs)])
-    if device and isinstance(module, nn.Linear) and not loss and _is_worth_moving(module, orders, batch_size, device):
-        with kept.aside() if kept is not None else nullcontext():
-            return _in_one_kernel(module, vectors, labels, orders, lr, batch_size, device)
+    if device is not None and loss is None and not _eager.get():
+        mean = train_by_one_kernel(
+            module, vectors, labels, orders, lr=lr, size=batch_size, device=device, kept=kept,
+            notes=[] if notes is None else notes,
+        )  # fmt: skip
+        if mean is not None:
+            return mean
     orders = orders.to(vectors.device)  # all at once: a copy for every epoch would let the GPU wait for it
     named = {"vectors": vectors, "labels": labels, **(given or {})}
 
@@ -88,48 +90,6 @@ def train_on_vectors(
         else:
             make_steps(new_step(named), orders, losses, size=batch_size, notes=notes)
     return float(losses.mean())
-
-
-def _is_worth_moving(layer: nn.Linear, orders: Tensor, size: int, device: torch.device) -> bool:
-    """Whether one kernel on this GPU can make these steps of a layer on the CPU, and is quicker."""
-    epochs, samples = orders.shape
-    if not _is_gpu(device) or _eager.get() or epochs * -(-samples // size) < _WORTH_MOVING:
-        return False
-    weight, kernels = layer.weight, _head_kernels()
-    plain = type(layer) is nn.Linear and _is_plain(layer) and weight.dtype == torch.float32
-    fits = kernels is not None and layer.out_features <= kernels.MOST_CLASSES and size <= kernels.MOST_SAMPLES
-    return plain and fits and weight.device.type == "cpu"
-
-
-def _is_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _in_one_kernel(
-    layer: nn.Linear, vectors: Tensor, labels: Tensor, orders: Tensor, lr: float, size: int, device: torch.device
-) -> float:
-    """Steps of a plain linear layer on a GPU; returns the mean loss of the last epoch."""
-    parameters = [layer.weight.detach(), layer.bias.detach()]
-    moved = [to_device(tensor, device).clone() for tensor in parameters]
-    given = [to_device(tensor, device) for tensor in (vectors, labels, orders)]
-    losses = given[0].new_empty(len(vectors))
-    _head_kernels().train(*moved, *given, losses, lr, size)
-    for parameter, trained in zip(parameters, moved, strict=True):
-        parameter.copy_(trained)
-    return float(losses.mean())
-
-
-def _head_kernels() -> Any:
-    """Our kernels for a GPU, or None if they can't run here."""
-    return working_kernels("polyfed.server.head_kernels", _trial)[0]
-
-
-def _trial(kernels: Any, device: str) -> None:
-    """A step on one tiny vector, to see whether the kernels work."""
-    weight, bias, vector, losses = torch.ones(2, 2), torch.ones(2), torch.ones(1, 2), torch.ones(1)
-    label, order = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    tensors = [each.to(device) for each in (weight, bias, vector, label, order, losses)]
-    kernels.train(*tensors, 0.1, 1)
 
 
 def worth_capturing(orders: Tensor, size: int, worth: int = _WORTH_CAPTURING) -> bool:
@@ -181,7 +141,7 @@ def take_steps(module: nn.Module, vectors: Tensor, labels: Tensor, chunks: Itera
 
 def sgd_step(module: nn.Module, vectors: Tensor, labels: Tensor, lr: float, loss: Loss | None = None) -> Step:
     """A step of plain SGD on the vectors in some rows, by autograd; a plain linear layer's without."""
-    if loss is None and type(module) is nn.Linear and _is_plain(module):
+    if loss is None and type(module) is nn.Linear and is_plain(module):
         return partial(_linear_step, module.weight.detach(), module.bias.detach(), vectors, labels, lr)
     loss_of = loss or classification_loss
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -196,12 +156,6 @@ def sgd_step(module: nn.Module, vectors: Tensor, labels: Tensor, lr: float, loss
         losses.copy_(values.detach())
 
     return step
-
-
-def _is_plain(layer: nn.Linear) -> bool:
-    """Whether all that a linear layer does is done by a weight and a bias that train: nothing is frozen or hooked."""
-    trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
-    return trained == {"weight", "bias"} and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 @torch.no_grad()
