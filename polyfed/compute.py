@@ -241,6 +241,17 @@ def finish_gpu_work() -> None:
             torch.cuda.synchronize()
 
 
+def gpu_has_failed() -> bool:
+    """Whether this process can't use its GPU any more: after some faults all that it does there fails."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def first_cause(error: RuntimeError) -> BaseException:
     """What went wrong first in a capture; leaving a failed one raises another error. Too little memory before all."""
     cause: BaseException | None = error

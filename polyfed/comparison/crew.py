@@ -148,7 +148,7 @@ class Crew:
                 worker.stop()
 
     def _hand(self, left: deque[tuple[str, Mapping[str, Any]]]) -> None:
-        """One worker after another, as long as there are tasks; a new one if the last has died."""
+        """One worker after another, as long as there are tasks; a new one if the last has died or lost its GPU."""
         worker: Worker | None = None
         try:
             while not self._stopping:
@@ -159,7 +159,8 @@ class Crew:
                 worker = worker or self._hire()
                 answer = worker.do(task, partial(self._pass_on, name)) if worker else None
                 if worker and answer is None and not self._stopping:
-                    answer = {"reason": worker.epitaph()}
+                    answer = {"reason": worker.epitaph(), "last": True}
+                if worker and answer is not None and answer.get("last"):
                     self._dismiss(worker)
                     worker = None
                 if answer is not None and not answer.get("stopped"):

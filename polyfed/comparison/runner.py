@@ -14,6 +14,7 @@ from polyfed.addresses import PYTHON, names_code, trusting
 from polyfed.comparison.crew import Crew
 from polyfed.comparison.plan import Cell
 from polyfed.comparison.together import Run, finish_together, grouped, most_together, named_watchers
+from polyfed.compute import gpu_has_failed
 from polyfed.config import Experiment, read_yaml
 from polyfed.data import Dataset, load_dataset, parse_address
 from polyfed.errors import FolderError, InputError, PolyfedError, first_line
@@ -52,11 +53,12 @@ def run_cells(
 ) -> dict[str, str]:
     """Finish every run under `folder`/runs and return the reason of each that failed, by its name.
 
-    Finished runs stay as they are, interrupted ones are resumed, and a failed one does not stop the others. `jobs`
-    runs at a time are in processes of their own; a single one in this process. Up to `together` runs of one kind train
-    their clients in the same cohorts; none: as many as make sense on a GPU. `tell` gets a line per finished
-    run, `watcher` hears of the rounds in this process and of all notes, and may ask to stop. Raises `Interrupted` after
-    Ctrl-C, with the failures until then, and `InputError` if all runs fail for the same wrong input. `data` and
+    Finished runs stay as they are, interrupted ones are resumed, and a failed one does not stop the others, unless the
+    GPU has failed with it in this process. `jobs` runs at a time are in processes of their own; a single one in this
+    process. Up to `together` runs of one kind train their clients in the same cohorts; none: as many as make sense on a
+    GPU. `tell` gets a line per finished run, `watcher` hears of the rounds in this process and of all notes, and may
+    ask to stop. Raises `Interrupted` after Ctrl-C and where the GPU has failed, with the failures until then, and
+    `InputError` if all runs fail for the same wrong input. `data` and
     `models` are those that came from Python.
     """
     if jobs < 1:
@@ -208,6 +210,8 @@ def _one_by_one(
             _tell_end(tell, done, total, cell, errors)
         if stopped:
             raise _stopped(done, total) from found[min(stopped)]
+        if found and done < total and gpu_has_failed():
+            raise _stopped(done, total, " because this process can't use its GPU any more")
 
 
 def _side_by_side(
@@ -266,8 +270,8 @@ def _tell_end(tell: Callable[[str], None], number: int, total: int, cell: Cell, 
     tell(f"{number} of {total}: {cell.name} {f'failed: {problem}' if problem else 'finished'}")
 
 
-def _stopped(done: int, total: int) -> Interrupted:
-    return Interrupted(f"stopped with {done} of {total} runs done; the same command continues with the others.")
+def _stopped(done: int, total: int, why: str = "") -> Interrupted:
+    return Interrupted(f"stopped with {done} of {total} runs done{why}; the same command continues with the others.")
 
 
 def reason_of(error: BaseException) -> str:

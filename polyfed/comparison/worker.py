@@ -1,6 +1,7 @@
 """A worker process: reads tasks as lines of JSON, finishes the runs of each, and answers in a line, after its notes.
 
-When its input ends, because it was told to stop or because its parent has died, the run stops after its round.
+When its input ends, because it was told to stop or because its parent has died, the run stops after its round. After a
+fault of its GPU it answers and ends: whatever it did there next would fail too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from polyfed.addresses import trusting
 from polyfed.comparison.runner import finish_group, reason_of
 from polyfed.comparison.together import Named
+from polyfed.compute import gpu_has_failed
 from polyfed.config import Experiment, experiment
 from polyfed.errors import InputError
 from polyfed.server.federation import Interrupted, Watcher
@@ -50,7 +52,11 @@ def main() -> None:
     watcher, tasks = Teller(answers), queue.Queue[str | None]()
     threading.Thread(target=_read, args=(sys.stdin, tasks, watcher), daemon=True).start()
     while (line := tasks.get()) is not None:
-        watcher.tell(_do(json.loads(line), threads, watcher))
+        answer = _do(json.loads(line), threads, watcher)
+        failed = any("reason" in run for run in answer["runs"].values()) and gpu_has_failed()
+        watcher.tell({**answer, "last": failed})
+        if failed:
+            os._exit(1)  # at once: other processes that share the GPU may have to wait until this one has left it
 
 
 def _read(lines: IO[str], tasks: queue.Queue[str | None], watcher: Watcher) -> None:

@@ -1,8 +1,9 @@
-"""Networks that give trouble: one ends its process once, one can't be stacked."""
+"""Networks that give trouble: one ends its process once, one loses the GPU once, one can't be stacked."""
 
 import os
 import signal
 
+import torch
 from torch import Tensor
 
 from tests.support import Narrow
@@ -18,6 +19,26 @@ class Deadly(Narrow):
             return super().forward(x)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
+
+
+class Faulty(Narrow):
+    """Pretends that the first process that uses it has lost its GPU, as `Deadly` remembers it."""
+
+    lost = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            os.close(os.open(os.environ["POLYFED_TEST_DIES"], os.O_CREAT | os.O_EXCL))
+            Faulty.lost = True
+            torch.cuda.is_initialized = lambda: True
+            torch.cuda.synchronize = _lost
+        except FileExistsError:
+            pass
+        return _lost() if self.lost else super().forward(x)
+
+
+def _lost() -> Tensor:
+    raise RuntimeError("an illegal memory access was encountered")
 
 
 class Branching(Narrow):

@@ -185,6 +185,28 @@ def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, mo
     assert accuracies(tmp_path / "side", longer) == accuracies(tmp_path / "alone", longer)
 
 
+def test_a_process_that_has_lost_its_gpu_gets_no_more_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it did on the GPU afterwards would fail, in no time: it would use up the runs that are left."""
+    monkeypatch.setenv("POLYFED_TEST_DIES", str(tmp_path / "lost"))
+    cells = small(["standalone"], [0, 1, 2, 3, 4], models="tests.comparison.networks:Faulty")
+    failures = run_cells(cells, tmp_path, jobs=2)
+    assert [("illegal memory access" in reason) for reason in failures.values()] == [True]
+    assert sum(RunFolder.open(path).finished for path in (tmp_path / "runs").iterdir()) >= 4
+
+
+def test_this_process_begins_no_run_after_it_has_lost_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = small(["fedavg", "standalone"], [0], models="tests.support:Narrow,tests.support:Wide")
+    monkeypatch.setattr("polyfed.comparison.runner.gpu_has_failed", lambda: True)
+    with pytest.raises(Interrupted, match="1 of 2 runs done because this process can't use its GPU any more;") as stop:
+        run_cells(cells, tmp_path)
+    assert list(stop.value.failures) == ["fedavg-seed0"]
+    monkeypatch.undo()
+    assert (
+        list(run_cells(cells, tmp_path)) == ["fedavg-seed0"]
+        and RunFolder.open(tmp_path / "runs" / cells[1].name).finished
+    )
+
+
 class Hears(Watcher):
     """Keeps what it is told."""
 
