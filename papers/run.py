@@ -3,10 +3,11 @@
     python -m papers.run cifar100-n100:fedkd cifar10-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
 
 Runs begin in the order in which their entries, and the rows behind a colon, are named; what takes longest should come
-first, or it is still going when the others have ended. Where time on a machine is short, `--begin` keeps runs from
-beginning that could not end: the others then end the sooner. Runs that are recorded already are skipped. A run that the
-deadline stops leaves a checkpoint under --work; the same command continues from there, or starts the run again if that
-folder is gone. Ctrl-C and SIGTERM stop runs as the deadline does.
+first, or it is still going when the others have ended. Where time on a machine is short, `--whole` keeps runs from
+beginning that could not end, by how long the others take: those then end the sooner. Runs that are recorded already are
+skipped. A run that the deadline stops leaves a checkpoint under --work; the same command continues from there, or
+starts the run again if that folder is gone. Ctrl-C and SIGTERM stop runs as the deadline does. A run that fails after
+it has begun is tried once more.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from papers.campaign import FOLDER, Campaign, Run, read_campaign
+from papers.pace import Pace, progress
 from papers.records import RESULTS, append, check, check_settings, in_a_line, line_of, parse, read_records, record_of
 from polyfed.comparison.plan import parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
 from polyfed.errors import InputError, PolyfedError, unknown_name
-from polyfed.records import RunFolder, disk
+from polyfed.records import disk
 from polyfed.server.federation import Interrupted, Watcher
 
 CLIENTS = re.compile(r"\b(clients?|round) \d+(?:(?:, | and )\d+)*(?: others)?")
@@ -45,9 +48,8 @@ class Overseer(Watcher):
     Notes say for example that a network's clients train one after another, which may take many times as long.
     """
 
-    def __init__(self, minutes: float, names: Collection[str], begin: float = math.inf) -> None:
-        self._end, self._names = time.monotonic() + 60 * minutes, set(names)
-        self._last_begin = time.monotonic() + 60 * begin
+    def __init__(self, minutes: float, names: Collection[str], pace: Pace | None = None) -> None:
+        self._end, self._names, self._pace = time.monotonic() + 60 * minutes, set(names), pace
         self._runs: dict[str, set[str]] = {}
         """By note, the runs that have it."""
         self._hurried = False
@@ -57,9 +59,18 @@ class Overseer(Watcher):
     def stop_requested(self) -> bool:  # type: ignore[override]
         return time.monotonic() >= self._end
 
-    @property
-    def no_more_runs(self) -> bool:  # type: ignore[override]
-        return time.monotonic() >= self._last_begin
+    def may_begin(self, runs: Sequence[str]) -> bool:
+        """Whether there is a pace by which these runs can end in time, or no pace is known."""
+        if self._pace is None:
+            return True
+        with self._lock:
+            seconds = self._pace.expected(runs)
+            if seconds is not None and time.monotonic() + seconds > self._end:
+                others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+                print(f"not begun: {runs[0]}{others}, which would take about {seconds / 60:.2g} minutes", flush=True)
+                return False
+            self._pace.begins(runs)
+        return True
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -114,6 +125,7 @@ class Recorder:
         self.left = {
             run.cell.name: run for run in planned if run.key not in recorded and (not seeds or run.seed in seeds)
         }
+        self.pace = Pace(campaign, self.left, given.work / "runs")
 
     def sweep(self, names: Collection[str] | None = None) -> None:
         """Record these runs, or all, where they are finished; also in --out what an earlier command had recorded."""
@@ -133,6 +145,7 @@ class Recorder:
                     continue
                 disk.write(kept, line_of(record))
             append(record, self._given.out)
+            self.pace.ended(name, record["seconds"] / run.config.rounds)
             del self.left[name]
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -140,17 +153,17 @@ class Recorder:
         """For each run that has begun and not ended, how many rounds are done and how long a round takes."""
         lines = []
         for name, run in list(self.left.items()):
-            folder = self._given.work / "runs" / name
-            if name in self.failures or not (folder / "run.json").exists():
+            found = progress(self._given.work / "runs" / name)
+            if found is None or name in self.failures:
                 continue
-            try:
-                rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
-            except (PolyfedError, OSError):  # recorded, and its folder removed, since it was found there
-                continue
-            seconds = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
-            pace = f", {sum(seconds) / len(seconds):.3g} s a round" if seconds else ""
-            lines.append(f"{name}: {len(rounds)} of {run.config.rounds} rounds{pace}")
+            pace = f", {found.seconds:.3g} s a round" if found.seconds is not None else ""
+            lines.append(f"{name}: {found.rounds} of {run.config.rounds} rounds{pace}")
         return lines
+
+    def begun(self, name: str) -> bool:
+        """Whether a run has made a round."""
+        found = progress(self._given.work / "runs" / name)
+        return found is not None and found.rounds > 0
 
     def tell_pace(self) -> None:
         for line in self.unfinished():
@@ -223,7 +236,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/campaign/new"), help="where new records are written")
     parser.add_argument("--work", type=Path, default=Path("runs/campaign"), help="where unfinished runs are kept")
     parser.add_argument("--minutes", type=_minutes, default=math.inf, help="stop after this time; by default never")
-    parser.add_argument("--begin", type=_minutes, default=math.inf, help="begin no run after this time, in minutes")
+    parser.add_argument("--whole", action="store_true", help="begin no run that would not end in --minutes")
     parser.add_argument("--pace", type=_minutes, default=math.inf, help="say how far runs are every so many minutes")
     parser.add_argument("--commit", help="the commit that is recorded; by default git's answer")
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
@@ -244,13 +257,18 @@ def run(given: argparse.Namespace) -> int:
         disk.make_folder(folder)
     total = len(recorder.left)
     recorder.sweep()
-    overseer = Overseer(given.minutes, recorder.left, given.begin)
+    overseer = Overseer(given.minutes, recorder.left, recorder.pace if given.whole else None)
+    run_all = partial(
+        run_cells, folder=given.work, jobs=given.jobs, tell=recorder.tell, watcher=overseer, together=given.together
+    )
     try:
         with overseer.listening(), every(given.pace, recorder.tell_pace):
-            recorder.failures |= run_cells(
-                [run.cell for run in recorder.left.values()], given.work, jobs=given.jobs, tell=recorder.tell,
-                watcher=overseer, together=given.together,
-            )  # fmt: skip
+            failures = run_all([run.cell for run in recorder.left.values()])
+            if again := [run.cell for name, run in recorder.left.items() if name in failures and recorder.begun(name)]:
+                print(f"once more: {', '.join(cell.name for cell in again)}", flush=True)
+                failures = {name: reason for name, reason in failures.items() if not recorder.begun(name)}
+                failures |= run_all(again)
+            recorder.failures |= failures
     except Interrupted as stop:  # the deadline, or Ctrl-C
         print(stop)
         recorder.failures |= stop.failures

@@ -102,22 +102,23 @@ class Crew:
         self,
         tasks: Mapping[str, Mapping[str, Any]],
         stop_requested: Callable[[], bool] = lambda: False,
-        no_more: Callable[[], bool] = lambda: False,
+        may_begin: Callable[[str], bool] = lambda task: True,
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Do all tasks; gives each one's name and answer when it is done, and before that its notes.
 
-        If a stop is requested, those in progress end early; if there shall be no more, only they are done.
+        If a stop is requested, those in progress end early. A task that may not begin when its turn comes is left out;
+        that is asked in several threads at once.
         """
         left = deque(tasks.items())
-        self._hands = [threading.Thread(target=self._hand, args=(left,), daemon=True) for _ in range(self._number)]
+        self._hands = [
+            threading.Thread(target=self._hand, args=(left, may_begin), daemon=True) for _ in range(self._number)
+        ]
         for hand in self._hands:
             hand.start()
         busy = self._number
         while busy:
             if stop_requested():
                 self._let_go()
-            if no_more():
-                left.clear()
             try:
                 answer = self._answers.get(timeout=0.2)  # wakes up for signals and for requests to stop
             except queue.Empty:
@@ -147,7 +148,7 @@ class Crew:
             for worker in self._workers:
                 worker.stop()
 
-    def _hand(self, left: deque[tuple[str, Mapping[str, Any]]]) -> None:
+    def _hand(self, left: deque[tuple[str, Mapping[str, Any]]], may_begin: Callable[[str], bool]) -> None:
         """One worker after another, as long as there are tasks; a new one if the last has died or lost its GPU."""
         worker: Worker | None = None
         try:
@@ -156,6 +157,8 @@ class Crew:
                     name, task = left.popleft()
                 except IndexError:
                     break
+                if not may_begin(name):
+                    continue
                 worker = worker or self._hire()
                 answer = worker.do(task, partial(self._pass_on, name)) if worker else None
                 if worker and answer is None and not self._stopping:

@@ -193,8 +193,10 @@ def _one_by_one(
 ) -> None:
     done, total = 0, sum(map(len, groups))
     for group in groups:
-        if watcher.stop_requested or watcher.no_more_runs:
+        if watcher.stop_requested:
             raise _stopped(done, total)
+        if not watcher.may_begin([cell.name for cell in group]):
+            continue
         try:
             found = finish_group({c.name: (c.config, paths[c.name]) for c in group}, watcher, data, models)
         except KeyboardInterrupt as error:
@@ -212,6 +214,8 @@ def _one_by_one(
             raise _stopped(done, total) from found[min(stopped)]
         if found and done < total and gpu_has_failed():
             raise _stopped(done, total, " because this process can't use its GPU any more")
+    if done < total:
+        raise _stopped(done, total)
 
 
 def _side_by_side(
@@ -229,10 +233,14 @@ def _side_by_side(
         for group in groups
     }
     by_task = {group[0].name: group for group in groups}
+
+    def may_begin(task: str) -> bool:
+        return watcher.may_begin([cell.name for cell in by_task[task]])
+
     done = 0
     with Crew(jobs) as crew:
         try:
-            for task, answer in crew.work(tasks, lambda: watcher.stop_requested, lambda: watcher.no_more_runs):
+            for task, answer in crew.work(tasks, lambda: watcher.stop_requested, may_begin):
                 if "note" in answer:
                     watcher.on_note(answer["note"])
                     continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +16,12 @@ class Watcher:
 
     stop_requested = False
     """Set it, and the run ends after the round in progress, with a checkpoint."""
-    no_more_runs = False
-    """Set it where several runs are made, and no further one begins."""
     folder: Path | None = None
     """The run's folder, as soon as there is one."""
+
+    def may_begin(self, runs: Sequence[str]) -> bool:
+        """Where several runs are made: whether these, which train together, may begin now; others are asked next."""
+        return True
 
     def on_start(self, config: Experiment, first_round: int) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +141,23 @@ class StopsWhenBegun(Watcher):
 
 
 class NoMoreOnceBegun(Watcher):
-    """Lets no further run begin once one has."""
+    """Lets no further run begin once one has made a round."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    @property
-    def no_more_runs(self) -> bool:  # type: ignore[override]
-        return any(self._folder.glob("runs/*/rounds.csv"))
+    def may_begin(self, runs: Sequence[str]) -> bool:
+        return not any(self._folder.glob("runs/*/rounds.csv"))
+
+
+class OnlyWith(Watcher):
+    """Lets runs begin whose names have this in them."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def may_begin(self, runs: Sequence[str]) -> bool:
+        return all(self._part in name for name in runs)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -159,6 +168,14 @@ def test_runs_that_have_begun_end_where_no_more_may_begin(tmp_path: Path, jobs: 
     begun = [RunFolder.open(path) for path in (tmp_path / "runs").iterdir()]
     assert 1 <= len(begun) <= 2 * jobs and all(each.finished for each in begun)
     assert run_cells(cells, tmp_path, jobs=jobs) == {}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_may_not_begin_makes_room_for_the_next(tmp_path: Path, jobs: int) -> None:
+    cells = small(["standalone", "fedproto"], [0, 1])
+    with pytest.raises(Interrupted, match="stopped with 2 of 4 runs done; the same command continues"):
+        run_cells(cells, tmp_path, jobs=jobs, watcher=OnlyWith("seed1"))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["fedproto-seed1", "standalone-seed1"]
 
 
 def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from papers.records import Record, append, check_settings, read_records
 from polyfed.comparison import runner
 from polyfed.comparison.plan import Cell
 from polyfed.comparison.runner import finish
-from polyfed.config import experiment
+from polyfed.config import Experiment, experiment
 from polyfed.errors import InputError, RunError
-from polyfed.server.federation import Interrupted
+from polyfed.server.federation import Interrupted, Watcher
 from tests.papers.tiny import TINY, record, written
 
 ROOT = FOLDER.parent
@@ -104,11 +105,45 @@ def test_nothing_begins_after_the_deadline(papers: Path, capsys: pytest.CaptureF
     assert "stopped with 0 of 6 runs done; the same command continues" in out and "0 of 6 runs recorded" in out
 
 
-def test_nothing_begins_after_the_last_time_to_begin(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(papers, "--begin", "0") == 0
-    assert "0 of 6 runs recorded" in capsys.readouterr().out
-    assert command(papers, "--begin", "9") == 0
+def test_runs_that_would_not_end_do_not_begin(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first run tells the pace; by it, the others would take a million times as long as they may."""
+    monkeypatch.setattr("papers.pace.MARGIN", 1e9)
+    assert command(papers, "--whole", "--minutes", "60") == 0
+    out = capsys.readouterr().out
+    assert "1 of 6 runs recorded" in out and out.count("not begun: tiny-") == 5
+    assert command(papers, "--minutes", "60") == 0
     assert "6 of 6 runs recorded" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_after_it_has_begun_is_tried_once_more(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seed 0 has made a round when it fails; seed 1 fails before, and what is wrong with it will not go away."""
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 2"))
+    tried: list[int] = []
+
+    def fails(config: Experiment, path: Path, watcher: Watcher | None = None, **more: Any) -> None:
+        tried.append(config.seed)
+        if tried == [0]:
+            with suppress(Interrupted):
+                finish(config, path, Stops())
+            raise RunError("the GPU is gone")
+        if config.seed == 1:
+            raise RunError("no such network")
+        finish(config, path, watcher)
+
+    monkeypatch.setattr(runner, "finish", fails)
+    assert command(papers, names=["tiny:standalone"]) == 1
+    shown = capsys.readouterr()
+    assert tried == [0, 1, 2, 0]
+    assert re.search(r"once more: \S*standalone-seed0\n", shown.out) and "2 of 3 runs recorded" in shown.out
+    assert "seed1 failed: no such network" in shown.err and "the GPU is gone" not in shown.err
+
+
+class Stops(Watcher):
+    stop_requested = True
 
 
 def test_a_run_that_failed_before_the_deadline_is_named_at_the_end(

@@ -1,0 +1,81 @@
+"""How long runs will take, by how long the others of the same command take: near the end only what can end begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from papers.campaign import Campaign, Run
+from polyfed.errors import PolyfedError
+from polyfed.records import RunFolder
+
+GROWTH = 0.6
+"""Runs that train together take as long as one times their number to this power: five took 2.6 times as long."""
+MARGIN = 1.2
+"""For evaluations, for what comes before the first round and after the last, and for errors of the expectation."""
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    rounds: int
+    seconds: float | None
+    """Of a round, in the second half of those so far."""
+
+
+def progress(folder: Path) -> Progress | None:
+    """That of the run in a folder; None if it has not begun, or was recorded and its folder removed."""
+    try:
+        rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
+    except (PolyfedError, OSError):
+        return None
+    late = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
+    return Progress(rounds[-1]["round"] if rounds else 0, sum(late) / len(late) if late else None)
+
+
+class Pace:
+    """What groups of runs that train together are expected to take.
+
+    A round's work is that of its local training, times what the method takes beside Standalone. How fast work is done
+    is seen from the groups that have begun, if possible from those with the same networks and data.
+    """
+
+    def __init__(self, campaign: Campaign, runs: Mapping[str, Run], folder: Path) -> None:
+        self._campaign, self._runs, self._folder = campaign, dict(runs), folder
+        self._begun: dict[tuple[str, ...], float | None] = {}
+        """By group, its seconds a round as they were last seen."""
+
+    def begins(self, group: Sequence[str]) -> None:
+        self._begun.setdefault(tuple(group))
+
+    def ended(self, name: str, seconds: float) -> None:
+        """A run has ended; so many seconds a round is what it took."""
+        for group in list(self._begun):  # others may begin meanwhile
+            if name in group:
+                self._begun[group] = seconds
+
+    def expected(self, group: Sequence[str]) -> float | None:
+        """How many seconds it will take from now to its last round; None if no group has made a round yet."""
+        for begun in self._begun:
+            if found := progress(self._folder / begun[0]):
+                self._begun[begun] = found.seconds or self._begun[begun]
+        rates = {begun: seconds / self._work(begun) for begun, seconds in self._begun.items() if seconds}
+        if not rates:
+            return None
+        alike = [rate for begun, rate in rates.items() if self._kind(begun) == self._kind(group)]
+        rounds = self._runs[group[0]].config.rounds
+        made = min(found.rounds if (found := progress(self._folder / name)) else 0 for name in group)
+        return MARGIN * median(alike or list(rates.values())) * self._work(group) * (rounds - made)
+
+    def _kind(self, group: Sequence[str]) -> tuple[str, str]:
+        config = self._runs[group[0]].config
+        return config.models, config.data
+
+    def _work(self, group: Sequence[str]) -> float:
+        """Of a round, beside that of other groups."""
+        run = self._runs[group[0]]
+        effort = self._campaign.effort.get(self._campaign.method(run.entry, run.row), 1.0)
+        return effort * run.config.training.epochs * run.config.participation * math.pow(len(group), GROWTH)
