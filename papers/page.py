@@ -1,4 +1,4 @@
-"""Renders docs/results.md, its pictures and the table on the front page, from records and published numbers.
+"""Renders docs/results.md, its pictures, the table on the front page and that of all runs, from records.
 
 python -m papers.page
 """
@@ -16,6 +16,7 @@ import pandas as pd
 
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.records import RESULTS, check, read_records
+from papers.sheet import sheet
 from papers.tables import (
     Comparison,
     accuracies,
@@ -135,10 +136,16 @@ def noted(given: Comparison) -> str:
 
 
 def origin(given: Comparison) -> str:
-    """Versions, machines and days."""
+    """The command, versions, machines and days."""
     places = {f"polyfed {r['polyfed']} ({r['commit']}), torch {r['torch']}, {r['machine']}": 0 for r in given.found}
     days = sorted({record["date"] for record in given.found})
-    return f"{'; '.join(places)}; {' to '.join(dict.fromkeys([days[0], days[-1]]))}."
+    when = " to ".join(dict.fromkeys([days[0], days[-1]]))
+    return f"`python -m papers.run {given.name}`; {'; '.join(places)}; {when}."
+
+
+def all_runs(comparisons: Iterable[Comparison]) -> str:
+    """All of papers/results/runs.csv."""
+    return sheet(record for each in comparisons for record in each.found).to_csv(index=False, lineterminator="\n")
 
 
 def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) -> str:
@@ -254,9 +261,10 @@ def _blocks(parts: Iterable[str]) -> str:
 
 
 def main(root: Path = FOLDER.parent, papers: Path = FOLDER) -> None:
-    """Write the page, its pictures, and the tables on the front page and on the methods' pages."""
+    """Write the page, its pictures, the tables on the front page and on the methods' pages, and that of all runs."""
     campaign = read_campaign(papers / "campaign.yaml")
     comparisons = comparisons_of(campaign, papers / RESULTS.name)
+    disk.write(papers / RESULTS.name / "runs.csv", all_runs(comparisons))
     disk.write(root / "docs" / "results.md", page(comparisons, papers / "words"))
     readme = root / "README.md"
     disk.write(readme, with_table(readme.read_text(), front(campaign, comparisons, papers / "words")))

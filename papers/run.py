@@ -118,7 +118,7 @@ class Recorder:
         machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
         recorded = read_records([given.results])
         check(recorded, campaign)
-        planned = [run for name in given.names or campaign.entries for run in _asked(campaign, name, machine)]
+        planned = [run for name in given.names or campaign.entries for run in asked(campaign, name, machine)]
         if missing := sorted(set(seeds or ()) - {run.seed for run in planned}):
             known_seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in planned}))
             raise InputError(f"no run has the seed {missing[0]}: the campaign has {known_seeds}.")
@@ -174,7 +174,7 @@ class Recorder:
         self.sweep(line.split())  # only what the line names: others may still be writing
 
 
-def _asked(campaign: Campaign, name: str, machine: Mapping[str, Any]) -> list[Run]:
+def asked(campaign: Campaign, name: str, machine: Mapping[str, Any]) -> list[Run]:
     """The runs of an entry, in its order; or those of the rows that are named behind a colon, in that order."""
     entry, colon, named = name.partition(":")
     found, rows = campaign.runs([entry], **machine), named.split(",") if colon else []

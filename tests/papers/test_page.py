@@ -1,11 +1,18 @@
 """The page that follows from records: tables by hand, what is missing, what was noted."""
 
+import io
+import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
+import pytest
+
 from papers.campaign import FOLDER, Run, read_campaign
-from papers.page import comparisons_of, draw, front, of_method, page, with_table
+from papers.page import all_runs, comparisons_of, draw, front, of_method, page, with_table
 from papers.records import Record
+from papers.run import asked
 from papers.tables import accuracies, costs, margins, other_rules, sweep
 from tests.papers.tiny import TINY, record, written
 
@@ -161,11 +168,36 @@ def test_the_page_has_what_runs_noted(papers: Path) -> None:
     assert "- Noted by 4 of 6 runs: `slow 'x'`\n" in text
 
 
+def test_all_runs_are_in_one_table(papers: Path) -> None:
+    """A row for each rule, whose last round is two points below; the command makes that run and no other."""
+    own = "fedproto]\n    lists: {fedproto: {weight: [2]}}\n    changes"
+    (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", own))
+    written(papers, lambda run: record(run, 0.5 + run.seed / 10) if run.seed else None)
+    campaign = read_campaign(papers / "campaign.yaml")
+    comparisons = comparisons_of(campaign, papers / "results")
+    rows = pd.read_csv(io.StringIO(all_runs(comparisons)))
+    assert list(zip(rows["method"], rows["seed"], rows["rule"], strict=True)) == [
+        *(("fedproto", seed, rule) for seed in (1, 2) for rule in ("prototypes", "classifier")),
+        *(("fedproto weight=2", seed, rule) for seed in (1, 2) for rule in ("prototypes", "classifier")),
+        *(("standalone", seed, "classifier") for seed in (1, 2)),
+    ]
+    first = rows.iloc[0]
+    assert (first["last_tenth"], first["last_round"], first["own_best"]) == pytest.approx((0.6, 0.58, 0.65))
+    assert (first["upload_bytes_per_round"], first["machine"], first["date"]) == (4000, "a GPU", "2026-11-16")
+    assert math.isnan(first["validation_last_tenth"])
+    for line in rows["command"]:
+        name, _, seed, *folders = shlex.split(line)[3:]
+        (run,) = [run for run in asked(campaign, name, {}) if str(run.seed) == seed]
+        assert line in set(rows["command"][(rows["method"] == run.row) & (rows["seed"] == run.seed)])
+        assert folders == ["--results", "again", "--out", "again"]
+
+
 def test_the_page_is_what_the_records_give() -> None:
     """After a change of records, words or the campaign: make results."""
     campaign = read_campaign()
     comparisons = comparisons_of(campaign, FOLDER / "results")
     assert (ROOT / "docs" / "results.md").read_text() == page(comparisons, FOLDER / "words")
+    assert (FOLDER / "results" / "runs.csv").read_text() == all_runs(comparisons)
     readme = (ROOT / "README.md").read_text()
     assert readme == with_table(readme, front(campaign, comparisons, FOLDER / "words"))
     for path in (ROOT / "docs" / "methods").glob("*.md"):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from papers import campaign
+from papers import campaign, sheet
 from papers import collect as collecting
 from papers import run as running
 from papers.campaign import FOLDER, Run, read_campaign
@@ -79,6 +80,17 @@ def test_runs_become_a_page(papers: Path) -> None:
     assert (papers / "docs" / "pictures" / "results-tiny.png").stat().st_size > 1000
     assert "| FedProto |" in readme.read_text() and "| 96.53 |" in own.read_text()
     assert "old" not in readme.read_text() + own.read_text()
+
+
+def test_the_command_in_the_table_of_all_runs_repeats_a_recorded_run(
+    papers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(papers, lambda run: record(run, 0.5) if run.seed == 1 else None)
+    monkeypatch.chdir(papers)
+    (told,) = {sheet.command(each) for each in lines(papers / "results") if each["method"] == "fedproto"}
+    given = shlex.split(told)[3:]
+    assert running.main([*given, "--campaign", "campaign.yaml", "--work", "work", "--device", "cpu"]) == 0
+    assert [(each["method"], each["seed"]) for each in lines(papers / "again")] == [("fedproto", 1)]
 
 
 def test_every_run_is_recorded_when_it_ends(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,49 @@
+"""All records as one table with a row for each run and rule of prediction, to be opened by other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from papers.records import Record, key_of
+
+READINGS = {
+    "last_tenth": ("mean", "last-tenth"),
+    "last_round": ("mean", "last"),
+    "best_round": ("mean", "best"),
+    "weighted_last_tenth": ("weighted", "last-tenth"),
+    "participants_last_tenth": ("participants", "last-tenth"),
+    "validation_last_tenth": ("validation", "last-tenth"),
+}
+"""By column, whose mean accuracy it is, and of which rounds."""
+COSTS = ("upload_bytes_per_round", "download_bytes_per_round", "flops_per_round", "floats_last_round")
+ORIGIN = ("seconds", "polyfed", "commit", "torch", "machine", "date")
+
+
+def sheet(records: Iterable[Record]) -> pd.DataFrame:
+    """A row for each run and rule. Accuracies are shares; `own_best` is that of the run's own rule."""
+    return pd.DataFrame([_row(record, rule) for record in sorted(records, key=key_of) for rule in record["accuracy"]])
+
+
+def command(record: Record) -> str:
+    """What repeats the run; without other folders it would be skipped, because it is recorded."""
+    name = f"{record['entry']}:{record['method']}"
+    named = f"'{name}'" if " " in name else name
+    return f"python -m papers.run {named} --seeds {record['seed']} --results again --out again"
+
+
+def _row(record: Record, rule: str) -> dict[str, Any]:
+    found = record["accuracy"][rule]
+    return {
+        **{name: record[name] for name in ("entry", "setting", "method", "seed")},
+        "rule": rule,
+        "rounds": record["rounds"][-1],
+        **{column: found.get(average, {}).get(when) for column, (average, when) in READINGS.items()},
+        "at_best_validation": record.get("at_best_validation", {}).get(rule),
+        "own_best": record["own_best"],
+        **{name: record["costs"].get(name) for name in COSTS},
+        **{name: record[name] for name in ORIGIN},
+        "command": command(record),
+    }
