@@ -67,7 +67,8 @@ class Overseer(Watcher):
             seconds = self._pace.expected(runs)
             if seconds is not None and time.monotonic() + seconds > self._end:
                 others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-                print(f"not begun: {runs[0]}{others}, which would take about {seconds / 60:.2g} minutes", flush=True)
+                line = f"not begun: {runs[0]}{others}, which would take about {seconds / 60:.2g} minutes\n"
+                print(line, end="", flush=True)  # in one piece: other threads print too
                 return False
             self._pace.begins(runs)
         return True
