@@ -241,12 +241,12 @@ def finish_gpu_work() -> None:
             torch.cuda.synchronize()
 
 
-def gpu_has_failed() -> bool:
+def gpu_has_failed(device: str) -> bool:
     """Whether this process can't use its GPU any more: after some faults all that it does there fails."""
-    if not torch.cuda.is_initialized():
+    if device == "cpu" or not torch.cuda.is_initialized():
         return False
     try:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(None if device == "auto" else device)
     except RuntimeError:
         return True
     return False

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
@@ -89,7 +88,8 @@ class Crew:
         self._workers: set[Worker] = set()
         self._lock = threading.Lock()
         self._stopping = False
-        self._answers: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue()
+        self._choosing = threading.Lock()
+        self._answers: queue.Queue[tuple[str, dict[str, Any]] | Exception | None] = queue.Queue()
         self._hands: list[threading.Thread] = []
 
     def __enter__(self) -> Crew:
@@ -106,10 +106,10 @@ class Crew:
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Do all tasks; gives each one's name and answer when it is done, and before that its notes.
 
-        If a stop is requested, those in progress end early. A task that may not begin when its turn comes is left out;
-        that is asked in several threads at once.
+        If a stop is requested, those in progress end early. A task that may not begin now is asked about again when
+        another has ended, and left out if none is in progress any more.
         """
-        left = deque(tasks.items())
+        left = dict(tasks)
         self._hands = [
             threading.Thread(target=self._hand, args=(left, may_begin), daemon=True) for _ in range(self._number)
         ]
@@ -123,6 +123,8 @@ class Crew:
                 answer = self._answers.get(timeout=0.2)  # wakes up for signals and for requests to stop
             except queue.Empty:
                 continue
+            if isinstance(answer, Exception):
+                raise answer
             if answer is None:
                 busy -= 1
             else:
@@ -148,17 +150,12 @@ class Crew:
             for worker in self._workers:
                 worker.stop()
 
-    def _hand(self, left: deque[tuple[str, Mapping[str, Any]]], may_begin: Callable[[str], bool]) -> None:
+    def _hand(self, left: dict[str, Mapping[str, Any]], may_begin: Callable[[str], bool]) -> None:
         """One worker after another, as long as there are tasks; a new one if the last has died or lost its GPU."""
         worker: Worker | None = None
         try:
-            while not self._stopping:
-                try:
-                    name, task = left.popleft()
-                except IndexError:
-                    break
-                if not may_begin(name):
-                    continue
+            while chosen := self._choose(left, may_begin):
+                name, task = chosen
                 worker = worker or self._hire()
                 answer = worker.do(task, partial(self._pass_on, name)) if worker else None
                 if worker and answer is None and not self._stopping:
@@ -168,11 +165,25 @@ class Crew:
                     worker = None
                 if answer is not None and not answer.get("stopped"):
                     self._pass_on(name, answer)
+        except Exception as error:  # the caller's own, from `may_begin`
+            self._answers.put(error)
         finally:
             if worker:
                 worker.stop()
                 self._dismiss(worker)
             self._answers.put(None)
+
+    def _choose(
+        self, left: dict[str, Mapping[str, Any]], may_begin: Callable[[str], bool]
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """The first task that may begin, which is then nobody else's; None if there is none now."""
+        with self._choosing:
+            for name in left:
+                if self._stopping:
+                    return None
+                if may_begin(name):
+                    return name, left.pop(name)
+        return None
 
     def _pass_on(self, name: str, answer: dict[str, Any]) -> None:
         self._answers.put((name, answer))

@@ -192,11 +192,14 @@ def _one_by_one(
     models: Models | None,
 ) -> None:
     done, total = 0, sum(map(len, groups))
-    for group in groups:
+    left = list(groups)
+    while left:
         if watcher.stop_requested:
             raise _stopped(done, total)
-        if not watcher.may_begin([cell.name for cell in group]):
-            continue
+        group = next((each for each in left if watcher.may_begin([cell.name for cell in each])), None)
+        if group is None:
+            raise _stopped(done, total)
+        left.remove(group)
         try:
             found = finish_group({c.name: (c.config, paths[c.name]) for c in group}, watcher, data, models)
         except KeyboardInterrupt as error:
@@ -212,10 +215,10 @@ def _one_by_one(
             _tell_end(tell, done, total, cell, errors)
         if stopped:
             raise _stopped(done, total) from found[min(stopped)]
-        if found and done < total and gpu_has_failed():
-            raise _stopped(done, total, " because this process can't use its GPU any more")
-    if done < total:
-        raise _stopped(done, total)
+        if found and left and gpu_has_failed(group[0].config.device):
+            stop = _stopped(done, total, " because this process can't use its GPU any more")
+            stop.exit_status = 1
+            raise stop
 
 
 def _side_by_side(

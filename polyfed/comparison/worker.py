@@ -52,8 +52,10 @@ def main() -> None:
     watcher, tasks = Teller(answers), queue.Queue[str | None]()
     threading.Thread(target=_read, args=(sys.stdin, tasks, watcher), daemon=True).start()
     while (line := tasks.get()) is not None:
-        answer = _do(json.loads(line), threads, watcher)
-        failed = any("reason" in run for run in answer["runs"].values()) and gpu_has_failed()
+        task = json.loads(line)
+        answer = _do(task, threads, watcher)
+        devices = {run["config"].get("device", "auto") for run in task.values()}
+        failed = any("reason" in run for run in answer["runs"].values()) and any(map(gpu_has_failed, devices))
         watcher.tell({**answer, "last": failed})
         if failed:
             os._exit(1)  # at once: other processes that share the GPU may have to wait until this one has left it

@@ -20,7 +20,11 @@ class Watcher:
     """The run's folder, as soon as there is one."""
 
     def may_begin(self, runs: Sequence[str]) -> bool:
-        """Where several runs are made: whether these, which train together, may begin now; others are asked next."""
+        """Where several runs are made: whether these, which train together, may begin now.
+
+        If not, the next are asked about, and these again when others have ended. This may be asked in any thread, but
+        in one at a time.
+        """
         return True
 
     def on_start(self, config: Experiment, first_round: int) -> None: ...

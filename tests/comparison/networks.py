@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,8 +38,17 @@ class Faulty(Narrow):
         return _lost() if self.lost else super().forward(x)
 
 
-def _lost() -> Tensor:
+def _lost(device: object = None) -> Tensor:
     raise RuntimeError("an illegal memory access was encountered")
+
+
+class Talkative(Narrow):
+    """Adds the number of its process to the file that $POLYFED_TEST_SAYS names, and fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Path(os.environ["POLYFED_TEST_SAYS"]).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        raise ValueError("nothing works here")
 
 
 class Branching(Narrow):

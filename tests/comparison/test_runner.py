@@ -170,6 +170,39 @@ def test_runs_that_have_begun_end_where_no_more_may_begin(tmp_path: Path, jobs: 
     assert run_cells(cells, tmp_path, jobs=jobs) == {}
 
 
+class AfterTheOther(Watcher):
+    """Lets the first runs begin only when the others have been asked about; keeps what it was asked."""
+
+    def __init__(self, first: str) -> None:
+        self.first, self.asked = first, list[list[str]]()
+
+    def may_begin(self, runs: Sequence[str]) -> bool:
+        self.asked.append(list(runs))
+        return self.first not in runs or len(self.asked) > 1
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_that_may_not_begin_are_asked_about_again_with_those_that_train_with_them(
+    tmp_path: Path, jobs: int
+) -> None:
+    cells = small(["standalone", "fedproto"], [0, 1], engine="vectorized")
+    names = [["standalone-seed0", "standalone-seed1"], ["fedproto-seed0", "fedproto-seed1"]]
+    watcher = AfterTheOther("standalone-seed0")
+    assert run_cells(cells, tmp_path, jobs=jobs, together=2, watcher=watcher) == {}
+    assert watcher.asked == [*names, names[0]]
+
+
+class Broken(Watcher):
+    def may_begin(self, runs: Sequence[str]) -> bool:
+        raise RuntimeError("a watcher's own fault")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_watcher_s_own_fault_is_not_swallowed(tmp_path: Path, jobs: int) -> None:
+    with pytest.raises(RuntimeError, match="a watcher's own fault"):
+        run_cells(small(["standalone"], [0, 1]), tmp_path, jobs=jobs, watcher=Broken())
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_run_that_may_not_begin_makes_room_for_the_next(tmp_path: Path, jobs: int) -> None:
     cells = small(["standalone", "fedproto"], [0, 1])
@@ -205,18 +238,27 @@ def test_processes_lose_one_run_when_killed_and_stop_in_order(tmp_path: Path, mo
 def test_a_process_that_has_lost_its_gpu_gets_no_more_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it did on the GPU afterwards would fail, in no time: it would use up the runs that are left."""
     monkeypatch.setenv("POLYFED_TEST_DIES", str(tmp_path / "lost"))
-    cells = small(["standalone"], [0, 1, 2, 3, 4], models="tests.comparison.networks:Faulty")
+    cells = small(["standalone"], [0, 1, 2, 3, 4], models="tests.comparison.networks:Faulty", device="auto")
     failures = run_cells(cells, tmp_path, jobs=2)
     assert [("illegal memory access" in reason) for reason in failures.values()] == [True]
     assert sum(RunFolder.open(path).finished for path in (tmp_path / "runs").iterdir()) >= 4
 
 
+def test_a_process_whose_run_fails_otherwise_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYFED_TEST_SAYS", str(tmp_path / "said"))
+    cells = small(["standalone"], [0, 1, 2, 3], models="tests.comparison.networks:Talkative")
+    with pytest.raises(InputError, match="nothing works here"):
+        run_cells(cells, tmp_path, jobs=2)
+    assert 1 <= len(set((tmp_path / "said").read_text().split())) <= 2
+
+
 def test_this_process_begins_no_run_after_it_has_lost_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = small(["fedavg", "standalone"], [0], models="tests.support:Narrow,tests.support:Wide")
-    monkeypatch.setattr("polyfed.comparison.runner.gpu_has_failed", lambda: True)
+    monkeypatch.setattr("polyfed.comparison.runner.gpu_has_failed", lambda device: device == "cpu")
     with pytest.raises(Interrupted, match="1 of 2 runs done because this process can't use its GPU any more;") as stop:
         run_cells(cells, tmp_path)
-    assert list(stop.value.failures) == ["fedavg-seed0"]
+    assert list(stop.value.failures) == ["fedavg-seed0"] and stop.value.exit_status == 1
+    assert list(run_cells(cells[::-1], tmp_path / "last")) == ["fedavg-seed0"]  # there is none after it
     monkeypatch.undo()
     assert (
         list(run_cells(cells, tmp_path)) == ["fedavg-seed0"]
