@@ -1,4 +1,4 @@
-"""How long runs will take, by how long the others of the same command take: near the end only what can end begins."""
+"""Estimates how long runs will take from how long others of the same command took."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Progress(NamedTuple):
 
     rounds: int
     seconds: float | None
-    """Of a round, in the second half of those so far."""
+    """Of a round, in the second half of those so far; not known after one, which compiles kernels."""
 
 
 def progress(folder: Path) -> Progress | None:
@@ -32,7 +32,7 @@ def progress(folder: Path) -> Progress | None:
         rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
     except (PolyfedError, OSError):
         return None
-    late = [event["seconds"] for event in rounds[len(rounds) // 2 :]]
+    late = [event["seconds"] for event in rounds[max(1, len(rounds) // 2) :]]
     return Progress(rounds[-1]["round"] if rounds else 0, sum(late) / len(late) if late else None)
 
 
@@ -58,7 +58,7 @@ class Pace:
                 self._begun[group] = seconds
 
     def expected(self, group: Sequence[str]) -> float | None:
-        """How many seconds it will take from now to its last round; None if no group has made a round yet."""
+        """How many seconds it will take from now to its last round; None if no pace is known yet."""
         for begun in self._begun:
             if found := progress(self._folder / begun[0]):
                 self._begun[begun] = found.seconds or self._begun[begun]

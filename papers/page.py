@@ -32,7 +32,7 @@ from papers.tables import (
 )
 from polyfed.comparison.pictures import draw_lines
 from polyfed.comparison.statistics import t_interval
-from polyfed.errors import PolyfedError, counted, listed
+from polyfed.errors import PolyfedError, counted
 from polyfed.records import disk
 from polyfed.records.origin import FREE, settings_by_name, shown
 from polyfed.report import drawing
@@ -107,7 +107,7 @@ def missing(given: Comparison) -> list[str]:
     if not rows:
         return []
     few = len(rows) <= MOST_NAMES
-    names = listed([title_of(row) for row in rows]) if few else f"{len(rows)} of {len(given.order)} rows"
+    names = "; ".join(title_of(row) for row in rows) if few else f"{len(rows)} of {len(given.order)} rows"
     return [f"No run yet: {names}.", *([f"Without {title_of(base)} there are no gains."] if base in rows else [])]
 
 

@@ -3,8 +3,8 @@
     python -m papers.run cifar100-n100:fedkd cifar10-n100 --data-dir data --device cuda --jobs 6 --out new --minutes 9
 
 Runs begin in the order in which their entries, and the rows behind a colon, are named; what takes longest should come
-first, or it is still going when the others have ended. Where time on a machine is short, `--whole` keeps runs from
-beginning that could not end, by how long the others take: those then end the sooner. Runs that are recorded already are
+first, or it is still going when the others have ended. Where time on a machine is short, `--whole` begins no run that
+could not end in time, judging by how long the others take; those then end sooner. Runs that are recorded already are
 skipped. A run that the deadline stops leaves a checkpoint under --work; the same command continues from there, or
 starts the run again if that folder is gone. Ctrl-C and SIGTERM stop runs as the deadline does. A run that fails after
 it has begun is tried once more.
@@ -32,14 +32,20 @@ from typing import Any
 from papers.campaign import FOLDER, Campaign, Run, read_campaign
 from papers.pace import Pace, progress
 from papers.records import RESULTS, append, check, check_settings, in_a_line, line_of, parse, read_records, record_of
-from polyfed.comparison.plan import parse_seeds
+from polyfed.comparison.plan import Cell, parse_seeds
 from polyfed.comparison.runner import is_finished, reason_of, run_cells
-from polyfed.errors import InputError, PolyfedError, unknown_name
+from polyfed.compute import gpu_has_failed
+from polyfed.errors import InputError, PolyfedError, counted, unknown_name
 from polyfed.records import disk
 from polyfed.server.federation import Interrupted, Watcher
 
 CLIENTS = re.compile(r"\b(clients?|round) \d+(?:(?:, | and )\d+)*(?: others)?")
 """What differs between notes that say the same of other clients or in another round."""
+
+
+def say(line: str) -> None:
+    """Print a line in one piece, as other threads print too."""
+    print(f"{line}\n", end="", flush=True)
 
 
 class Overseer(Watcher):
@@ -53,6 +59,8 @@ class Overseer(Watcher):
         self._runs: dict[str, set[str]] = {}
         """By note, the runs that have it."""
         self._hurried = False
+        self._refused: dict[str, str] = {}
+        """By the first run of a group that was not begun, what is to be said of it."""
         self._lock = threading.Lock()  # runs that train together are in threads of their own
 
     @property
@@ -60,16 +68,17 @@ class Overseer(Watcher):
         return time.monotonic() >= self._end
 
     def may_begin(self, runs: Sequence[str]) -> bool:
-        """Whether there is a pace by which these runs can end in time, or no pace is known."""
+        """Whether these runs can end in time at the pace seen so far; yes if none is known."""
         if self._pace is None:
             return True
         with self._lock:
             seconds = self._pace.expected(runs)
             if seconds is not None and time.monotonic() + seconds > self._end:
                 others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-                line = f"not begun: {runs[0]}{others}, which would take about {seconds / 60:.2g} minutes\n"
-                print(line, end="", flush=True)  # in one piece: other threads print too
+                minutes = max(1, round(seconds / 60))
+                self._refused[runs[0]] = f"not begun: {runs[0]}{others}, expected to take {counted(minutes, 'minute')}"
                 return False
+            self._refused.pop(runs[0], None)
             self._pace.begins(runs)
         return True
 
@@ -77,15 +86,15 @@ class Overseer(Watcher):
     def listening(self) -> Iterator[None]:
         """Inside, Ctrl-C or SIGTERM brings the deadline to now.
 
-        Those after it are for whoever runs the runs, and may kill processes. Where these share a GPU by NVIDIA's MPS,
-        that costs all others their work.
+        Further signals are left to `run_cells`, which may kill processes. Where these share a GPU by NVIDIA's MPS, that
+        costs all others their work.
         """
 
         def hurry(number: int, frame: FrameType | None) -> None:
             if self._hurried:
                 raise KeyboardInterrupt
             self._hurried, self._end = True, min(self._end, time.monotonic())
-            print("stopping after the rounds in progress, with checkpoints", flush=True)
+            os.write(1, b"stopping after the rounds in progress, with checkpoints\n")  # print may be interrupted itself
 
         before = {number: signal.signal(number, hurry) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -101,12 +110,14 @@ class Overseer(Watcher):
         line = in_a_line(CLIENTS.sub(r"\1 …", words))
         with self._lock:
             if line not in self._runs:
-                print(f"note of {name}: {line}", flush=True)
+                say(f"note of {name}: {line}")
             self._runs.setdefault(line, set()).add(name)
 
     def summary(self) -> list[str]:
-        """For each note, how many runs have it."""
-        return [f"noted by {len(runs)} of {len(self._names)} runs: {line}" for line, runs in self._runs.items()]
+        """What was not begun, and for each note how many runs have it."""
+        return list(self._refused.values()) + [
+            f"noted by {len(runs)} of {len(self._names)} runs: {line}" for line, runs in self._runs.items()
+        ]
 
 
 class Recorder:
@@ -115,7 +126,7 @@ class Recorder:
     def __init__(self, campaign: Campaign, given: argparse.Namespace) -> None:
         self._campaign, self._given, self._commit = campaign, given, given.commit or commit()
         self.failures: dict[str, str] = {}
-        seeds = given.seeds and parse_seeds(given.seeds)
+        seeds, settings = given.seeds and parse_seeds(given.seeds), given.settings and given.settings.split(",")
         machine = {"device": given.device} | ({"data_folder": str(given.data_dir)} if given.data_dir else {})
         recorded = read_records([given.results])
         check(recorded, campaign)
@@ -123,8 +134,16 @@ class Recorder:
         if missing := sorted(set(seeds or ()) - {run.seed for run in planned}):
             known_seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in planned}))
             raise InputError(f"no run has the seed {missing[0]}: the campaign has {known_seeds}.")
+        known = {run.setting for run in planned}
+        for setting in settings or ():
+            if setting not in known:
+                raise unknown_name("setting", setting, known)
         self.left = {
-            run.cell.name: run for run in planned if run.key not in recorded and (not seeds or run.seed in seeds)
+            run.cell.name: run
+            for run in planned
+            if run.key not in recorded
+            and (not seeds or run.seed in seeds)
+            and (not settings or run.setting in settings)
         }
         self.pace = Pace(campaign, self.left, given.work / "runs")
 
@@ -168,10 +187,10 @@ class Recorder:
 
     def tell_pace(self) -> None:
         for line in self.unfinished():
-            print(line, flush=True)
+            say(line)
 
     def tell(self, line: str) -> None:
-        print(line, flush=True)
+        say(line)
         self.sweep(line.split())  # only what the line names: others may still be writing
 
 
@@ -228,6 +247,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="entries, in the order to run them, or some rows of one; none: list",
     )
     parser.add_argument("--seeds", help="only these seeds, such as 2-3")
+    parser.add_argument("--settings", metavar="NAME,…", help="of entries with several settings, only these")
     parser.add_argument("--data-dir", type=Path, help="where the datasets are")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run at the same time")
@@ -243,6 +263,15 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--campaign", type=Path, default=FOLDER / "campaign.yaml", help="another file of entries")
     parser.add_argument("--results", type=Path, default=RESULTS, help="records that are there already")
     return parser.parse_args(arguments)
+
+
+def _attempt(run_all: Callable[[list[Cell]], dict[str, str]], cells: list[Cell]) -> dict[str, str]:
+    """Run these as far as the time goes; returns the reason of each that failed."""
+    try:
+        return run_all(cells)
+    except Interrupted as stop:  # the deadline, Ctrl-C, or nothing that may begin
+        say(str(stop))
+        return dict(stop.failures)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -262,17 +291,18 @@ def run(given: argparse.Namespace) -> int:
     run_all = partial(
         run_cells, folder=given.work, jobs=given.jobs, tell=recorder.tell, watcher=overseer, together=given.together
     )
-    try:
-        with overseer.listening(), every(given.pace, recorder.tell_pace):
-            failures = run_all([run.cell for run in recorder.left.values()])
-            if again := [run.cell for name, run in recorder.left.items() if name in failures and recorder.begun(name)]:
-                print(f"once more: {', '.join(cell.name for cell in again)}", flush=True)
-                failures = {name: reason for name, reason in failures.items() if not recorder.begun(name)}
-                failures |= run_all(again)
-            recorder.failures |= failures
-    except Interrupted as stop:  # the deadline, or Ctrl-C
-        print(stop)
-        recorder.failures |= stop.failures
+    with overseer.listening(), every(given.pace, recorder.tell_pace):
+        cells = [run.cell for run in recorder.left.values()]
+        failures = _attempt(run_all, cells)
+        again = [cell for cell in cells if cell.name in failures and recorder.begun(cell.name)]
+        if again and not overseer.stop_requested and not gpu_has_failed(given.device):
+            say(f"once more: {', '.join(cell.name for cell in again)}")
+            failures = {name: failures[name] for name in failures.keys() - {cell.name for cell in again}}
+            try:
+                failures |= _attempt(run_all, again)
+            except InputError as error:  # the same for all of them, so for one if it is the only one
+                failures |= {cell.name: str(error) for cell in again}
+        recorder.failures |= failures
     recorder.sweep()
     for line in [*overseer.summary(), *recorder.unfinished()]:
         print(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,15 +24,15 @@ ORIGIN = ("seconds", "polyfed", "commit", "torch", "machine", "date")
 
 
 def sheet(records: Iterable[Record]) -> pd.DataFrame:
-    """A row for each run and rule. Accuracies are shares; `own_best` is that of the run's own rule."""
+    """A row for each run and rule. Accuracies are shares."""
     return pd.DataFrame([_row(record, rule) for record in sorted(records, key=key_of) for rule in record["accuracy"]])
 
 
 def command(record: Record) -> str:
-    """What repeats the run; without other folders it would be skipped, because it is recorded."""
-    name = f"{record['entry']}:{record['method']}"
-    named = f"'{name}'" if " " in name else name
-    return f"python -m papers.run {named} --seeds {record['seed']} --results again --out again"
+    """What repeats the run; in the usual folders it would be skipped, because it is recorded."""
+    name = shlex.quote(f"{record['entry']}:{record['method']}")
+    places = "--results again --out again --work again/work"
+    return f"python -m papers.run {name} --settings {record['setting']} --seeds {record['seed']} {places}"
 
 
 def _row(record: Record, rule: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _row(record: Record, rule: str) -> dict[str, Any]:
         "rounds": record["rounds"][-1],
         **{column: found.get(average, {}).get(when) for column, (average, when) in READINGS.items()},
         "at_best_validation": record.get("at_best_validation", {}).get(rule),
-        "own_best": record["own_best"],
+        "own_best": record["own_best"] if rule == next(iter(record["accuracy"])) else None,  # of its own rule only
         **{name: record["costs"].get(name) for name in COSTS},
         **{name: record[name] for name in ORIGIN},
         "command": command(record),

@@ -14,7 +14,7 @@ from polyfed.compute import compute_threads
 from polyfed.errors import DivergedError
 from polyfed.losses import cross_entropy
 from polyfed.message import largest
-from polyfed.server.heads import is_plain, train_by_one_kernel
+from polyfed.server.heads import MOST_WORK, is_plain, train_by_one_kernel
 from polyfed.server.kept import Kept
 from polyfed.server.replay import Replayed, Spans, Step, in_batches
 
@@ -29,8 +29,6 @@ SANE = 1e4
 _eager = ContextVar("eager", default=False)
 _WORTH_CAPTURING = 100
 """Steps from which capturing some as a GPU graph costs less than it saves."""
-_WORTH_THREADS = 50_000_000
-"""Multiplications in a step from which several CPU threads are quicker than one that never waits for another."""
 
 
 def train_on_vectors(
@@ -174,7 +172,7 @@ def _linear_step(
 
 def _few_threads(work: int) -> AbstractContextManager[None]:
     """Inside, a step with little work uses one thread, which is quickest."""
-    return compute_threads(1 if work < _WORTH_THREADS else torch.get_num_threads())
+    return compute_threads(1 if work < MOST_WORK else torch.get_num_threads())
 
 
 @contextmanager

@@ -26,6 +26,12 @@ entries:
   cnn1:
     <<: *one
     recipe: fedssa-table1
+  other-data:
+    <<: *one
+    settings: [n10/cifar100]
+  more-epochs:
+    <<: *one
+    changes: {epochs: 30}
 """
 
 
@@ -59,18 +65,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def test_a_run_s_pace_is_that_of_the_second_half_of_its_rounds(place: Place) -> None:
-    """The first rounds compile kernels. 9, 9 | 2, 4, 6."""
+    """The first compiles kernels, and alone tells nothing. 9, 9 | 2, 4, 6."""
     place.makes("one", 9, 9, 2, 4, 6)
     assert progress(place.folder / "one") == (5, 4)
+    place.makes("one", 9, 2)
+    assert progress(place.folder / "one") == (2, 2)
+    place.makes("one", 9)
+    assert progress(place.folder / "one") == (1, None)
     place.makes("one")
     assert progress(place.folder / "one") == (0, None)
     assert progress(place.folder / "other") is None
 
 
 def test_other_methods_rounds_and_participants_take_as_long_as_their_work(place: Place) -> None:
-    """Standalone takes 2 s a round with all of 10 clients, in 100 rounds.
+    """Standalone takes 2 s a round with all of 10 clients, in 100 rounds of ten epochs.
 
     pFedES's effort is 4: 800 s. With 10 of 50 clients a round has a fifth of the samples, but there are 500: 200 s.
+    With thirty epochs it is 600 s.
     """
     first = place.group("short", "standalone")
     assert place.pace.expected(first) is None
@@ -80,6 +91,7 @@ def test_other_methods_rounds_and_participants_take_as_long_as_their_work(place:
     assert place.pace.expected(place.group("short", "fedproto")) == pytest.approx(200)
     assert place.pace.expected(place.group("short", "pfedes")) == pytest.approx(800)
     assert place.pace.expected(place.group("long", "standalone")) == pytest.approx(200)
+    assert place.pace.expected(place.group("more-epochs", "standalone")) == pytest.approx(600)
 
 
 def test_rounds_that_are_made_need_no_time(place: Place) -> None:
@@ -95,40 +107,47 @@ def test_rounds_that_are_made_need_no_time(place: Place) -> None:
 def test_runs_of_the_same_kind_tell_more_than_others_and_the_middle_one_counts(place: Place) -> None:
     """CNN-1 for all takes 1 s a round; with five networks one group takes 2, one 3 and one 7."""
     place.pace.begins(place.group("cnn1", "standalone"))
-    place.makes(place.group("cnn1", "standalone")[0], 1)
+    place.makes(place.group("cnn1", "standalone")[0], 9, 1)
     assert place.pace.expected(place.group("short", "standalone")) == pytest.approx(100)
     for row, seconds in (("standalone", 2), ("fedproto", 3), ("pfedes", 28)):
         place.pace.begins(place.group("short", row))
-        place.makes(place.group("short", row)[0], seconds)
+        place.makes(place.group("short", row)[0], 99, seconds)
     assert place.pace.expected(place.group("short", "standalone", 3)[1:2]) == pytest.approx(300)
+    place.pace.begins(place.group("other-data", "standalone"))
+    place.makes(place.group("other-data", "standalone")[0], 9, 5)
+    assert place.pace.expected(place.group("short", "standalone", 3)[1:2]) == pytest.approx(300)
+    assert place.pace.expected(place.group("other-data", "fedproto")) == pytest.approx(500)
     assert place.pace.expected(place.group("cnn1", "fedproto")) == pytest.approx(100)
 
 
 def test_a_run_that_has_ended_still_tells(place: Place) -> None:
-    """Its folder is gone, and nobody may have asked before."""
+    """Its folder is gone, and nobody may have asked before; or what is there is of another that begins again."""
     group = place.group("short", "standalone", 3)
     place.pace.begins(group)
     place.pace.ended(group[1], 5.0)
     assert place.pace.expected(place.group("short", "fedproto", 3)) == pytest.approx(500)
+    place.makes(group[0])
+    assert place.pace.expected(place.group("short", "fedproto", 3)) == pytest.approx(500)
 
 
-def test_only_what_can_end_begins(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_can_end_begins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten minutes in all. At 2 s a round Standalone's seeds take 200 s each, pFedES 800."""
     clock = [1000.0]
     monkeypatch.setattr(running.time, "monotonic", lambda: clock[0])
     overseer = running.Overseer(10, place.runs, place.pace)
     first = place.group("short", "standalone")
     assert overseer.may_begin(first)
-    place.makes(first[0], 2)
-    assert not overseer.may_begin(place.group("short", "pfedes", 2))
-    assert (
-        capsys.readouterr().out
-        == f"not begun: {place.group('short', 'pfedes')[0]} and 1 more, which would take " + ("about 20 minutes\n")
-    )
+    place.makes(first[0], 9, 2)
+    late = place.group("short", "pfedes", 2)
+    assert not overseer.may_begin(late)
     clock[0] += 390
     assert overseer.may_begin(place.group("short", "fedproto"))
     clock[0] += 20
     assert not overseer.may_begin(place.group("long", "standalone"))
+    assert overseer.summary() == [
+        f"not begun: {late[0]} and 1 more, expected to take 20 minutes",
+        f"not begun: {place.group('long', 'standalone')[0]}, expected to take 3 minutes",
+    ]
+    place.makes(first[0], 9, 0.1)
+    assert overseer.may_begin(place.group("long", "standalone")) and len(overseer.summary()) == 1
     assert running.Overseer(0, place.runs).may_begin(first)

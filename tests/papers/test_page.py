@@ -184,12 +184,12 @@ def test_all_runs_are_in_one_table(papers: Path) -> None:
     first = rows.iloc[0]
     assert (first["last_tenth"], first["last_round"], first["own_best"]) == pytest.approx((0.6, 0.58, 0.65))
     assert (first["upload_bytes_per_round"], first["machine"], first["date"]) == (4000, "a GPU", "2026-11-16")
-    assert math.isnan(first["validation_last_tenth"])
+    assert math.isnan(first["validation_last_tenth"]) and math.isnan(rows.iloc[1]["own_best"])
     for line in rows["command"]:
-        name, _, seed, *folders = shlex.split(line)[3:]
+        name, _, setting, _, seed, *folders = shlex.split(line)[3:]
         (run,) = [run for run in asked(campaign, name, {}) if str(run.seed) == seed]
         assert line in set(rows["command"][(rows["method"] == run.row) & (rows["seed"] == run.seed)])
-        assert folders == ["--results", "again", "--out", "again"]
+        assert setting == run.setting and folders[::2] == ["--results", "--out", "--work"]
 
 
 def test_the_page_is_what_the_records_give() -> None:

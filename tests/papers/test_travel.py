@@ -88,8 +88,11 @@ def test_the_command_in_the_table_of_all_runs_repeats_a_recorded_run(
     written(papers, lambda run: record(run, 0.5) if run.seed == 1 else None)
     monkeypatch.chdir(papers)
     (told,) = {sheet.command(each) for each in lines(papers / "results") if each["method"] == "fedproto"}
+    kept = papers / "runs" / "campaign" / "records"
+    kept.mkdir(parents=True)
+    (kept / "tiny-n10-cifar10-fedproto-seed1.json").write_text((papers / "results" / "tiny.jsonl").read_text())
     given = shlex.split(told)[3:]
-    assert running.main([*given, "--campaign", "campaign.yaml", "--work", "work", "--device", "cpu"]) == 0
+    assert running.main([*given, "--campaign", "campaign.yaml", "--device", "cpu"]) == 0
     assert [(each["method"], each["seed"]) for each in lines(papers / "again")] == [("fedproto", 1)]
 
 
@@ -129,29 +132,87 @@ def test_runs_that_would_not_end_do_not_begin(
     assert "6 of 6 runs recorded" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_after_it_has_begun_is_tried_once_more(
-    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Seed 0 has made a round when it fails; seed 1 fails before, and what is wrong with it will not go away."""
-    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 2"))
-    tried: list[int] = []
+class Failing:
+    """Stands for `finish`. Seed 0 fails after its first round, at first; seed 1 fails at once, always."""
 
-    def fails(config: Experiment, path: Path, watcher: Watcher | None = None, **more: Any) -> None:
-        tried.append(config.seed)
-        if tried == [0]:
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.tried: list[int] = []
+        self._then = then
+        """What the second try of seed 0 begins with."""
+
+    def __call__(self, config: Experiment, path: Path, watcher: Watcher | None = None, **more: Any) -> None:
+        self.tried.append(config.seed)
+        if config.seed == 1:
+            raise RunError("no such network")
+        if self.tried == [0]:
             with suppress(Interrupted):
                 finish(config, path, Stops())
             raise RunError("the GPU is gone")
-        if config.seed == 1:
-            raise RunError("no such network")
+        if config.seed == 0:
+            self._then()
         finish(config, path, watcher)
 
-    monkeypatch.setattr(runner, "finish", fails)
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_run_that_fails_after_it_has_begun_is_tried_once_more(
+    papers: Path, whole: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where seed 2 is not begun: by the pace of seed 0 it would take too long, and the rest of seed 0 does not."""
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
+    failing = Failing()
+    monkeypatch.setattr(runner, "finish", failing)
+    monkeypatch.setattr(running.Overseer, "may_begin", lambda self, runs: not whole or "seed2" not in runs[0])
     assert command(papers, names=["tiny:standalone"]) == 1
     shown = capsys.readouterr()
-    assert tried == [0, 1, 2, 0]
-    assert re.search(r"once more: \S*standalone-seed0\n", shown.out) and "2 of 3 runs recorded" in shown.out
+    assert failing.tried == [0, 1, *([] if whole else [2]), 0]
+    assert re.search(r"once more: \S*standalone-seed0\n", shown.out)
+    assert f"{1 if whole else 2} of 3 runs recorded" in shown.out and "1 failed" in shown.out
     assert "seed1 failed: no such network" in shown.err and "the GPU is gone" not in shown.err
+
+
+def test_what_failed_before_is_named_whatever_comes_of_the_second_try(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is stopped by the deadline; or it fails again, as the only one and by what was asked for."""
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
+
+    def late() -> None:
+        monkeypatch.setattr(running.Overseer, "stop_requested", True)
+
+    def wrong() -> None:
+        raise InputError("no such engine")
+
+    monkeypatch.setattr(running.Overseer, "stop_requested", False)
+    monkeypatch.setattr(runner, "finish", Failing(late))
+    assert command(papers, names=["tiny:standalone"]) == 1
+    shown = capsys.readouterr()
+    assert "seed1 failed: no such network" in shown.err and "1 of 3 runs recorded" in shown.out
+    assert re.search(r"seed0: \d of 3 rounds", shown.out)
+
+    monkeypatch.setattr(running.Overseer, "stop_requested", False)
+    monkeypatch.setattr(runner, "finish", Failing(wrong))
+    assert (
+        command(papers, "--work", str(papers / "other"), "--out", str(papers / "more"), names=["tiny:standalone"]) == 1
+    )
+    shown = capsys.readouterr()
+    assert "seed1 failed: no such network" in shown.err and "seed0 failed: no such engine" in shown.err
+    assert "1 of 3 runs recorded" in shown.out and "2 failed" in shown.out
+
+
+def test_a_process_without_its_gpu_tries_nothing_again(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing()
+    monkeypatch.setattr(runner, "finish", failing)
+    monkeypatch.setattr(running, "gpu_has_failed", lambda device: device == "cpu")
+    assert command(papers, names=["tiny:standalone"]) == 1
+    assert failing.tried == [0, 1, 2]
+
+
+def test_settings_of_an_entry_can_be_chosen(papers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (papers / "campaign.yaml").write_text(TINY.replace("[n10/cifar10]", "[n10/cifar10, n50/cifar10]"))
+    assert command(papers, "--minutes", "0", "--settings", "n50/cifar10", names=["tiny:standalone"]) == 0
+    assert "0 of 3 runs recorded" in capsys.readouterr().out
+    assert command(papers, "--settings", "n5/cifar10") == 2
+    assert "unknown setting 'n5/cifar10': did you mean 'n50/cifar10'?" in capsys.readouterr().err
 
 
 class Stops(Watcher):
@@ -178,17 +239,17 @@ def test_a_run_that_failed_before_the_deadline_is_named_at_the_end(
 def test_runs_that_the_deadline_stops_say_how_far_they_are(
     papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The deadline is over after the first of three rounds."""
+    """The deadline is over after the second of three rounds."""
     (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
     monkeypatch.setattr(running.Overseer, "stop_requested", False)
     monkeypatch.setattr(
         running.Overseer,
         "on_round",
-        lambda overseer, *round: monkeypatch.setattr(type(overseer), "stop_requested", True),
+        lambda overseer, round, row: monkeypatch.setattr(type(overseer), "stop_requested", round == 2),
     )
     assert command(papers, names=["tiny:standalone"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"standalone.*seed0: 1 of 3 rounds, [\d.e-]+ s a round", said), said
+    assert re.search(r"standalone.*seed0: 2 of 3 rounds, [\d.e-]+ s a round", said), said
     assert "0 of 3 runs recorded" in said
 
 
@@ -209,7 +270,7 @@ def test_how_far_runs_are_is_said_meanwhile(
     monkeypatch.setattr(running.Overseer, "on_round", lambda *given: given[0].folder and said.wait(20))
     assert command(papers, "--pace", "0.0001", "--seeds", "0", names=["tiny:fedproto"]) == 0
     out = capsys.readouterr().out
-    assert said.is_set() and re.search(r"fedproto-seed0: 1 of \d+ rounds, [\d.e-]+ s a round", out), out
+    assert said.is_set() and re.search(r"fedproto-seed0: 1 of \d+ rounds\n", out), out
 
 
 @pytest.mark.parametrize(("number", "jobs"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")])
@@ -240,13 +301,13 @@ def test_a_signal_stops_runs_after_their_round(papers: Path, number: signal.Sign
         assert any((folder / "checkpoint").iterdir())
 
 
-def test_one_signal_after_the_deadline_stops_nothing_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_signal_after_the_deadline_stops_nothing_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     """Runs are writing their checkpoints then. The second may be for those who wait for them."""
     overseer = running.Overseer(0.0, [])
     assert overseer.stop_requested
     with overseer.listening():
         signal.raise_signal(signal.SIGTERM)
-        assert "stopping after the rounds in progress" in capsys.readouterr().out
+        assert "stopping after the rounds in progress" in capfd.readouterr().out
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

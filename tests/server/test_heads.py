@@ -153,8 +153,10 @@ def hooked() -> nn.Module:
     ids=["network", "subclass", "no bias", "double", "many classes", "much work", "frozen", "hooked"],
 )
 def test_other_modules_take_their_steps_one_by_one(calls: list[Any], layer: Any) -> None:
-    found, expected = steps(layer(), 20, 5, 1), steps(layer(), 20, 5, 1, device=None)
-    assert calls == [] and found[0] == expected[0] and torch.equal(found[1], expected[1])
+    """Without a word: for them it is not slower than it could be."""
+    notes: list[str] = []
+    found, expected = steps(layer(), 20, 5, 1, notes=notes), steps(layer(), 20, 5, 1, device=None)
+    assert calls == [] and notes == [] and found[0] == expected[0] and torch.equal(found[1], expected[1])
 
 
 def test_few_steps_large_batches_comparisons_and_other_losses_stay_on_the_cpu(
@@ -202,7 +204,9 @@ def test_dc_pfl_calibrates_its_head_by_the_kernel(calls: list[nn.Module], monkey
     """1000 virtual features make ten steps of a hundred; the head is then that of the CPU."""
     samples = torch.randn(9, support.FEATURES, generator=torch.Generator().manual_seed(0))
     own = class_covariances(samples, torch.arange(9) % 3, 4)
-    trained = []
+    trained, aside = [], Kept.aside
+    sides: list[Kept] = []
+    monkeypatch.setattr(Kept, "aside", lambda kept: (sides.append(kept), aside(kept))[1])
     for worth in (10, 11):
         monkeypatch.setattr(heads, "WORTH_MOVING", worth)
         method = support.new_method({"name": "dc-pfl", "calibration_batch_size": 100})
@@ -210,5 +214,19 @@ def test_dc_pfl_calibrates_its_head_by_the_kernel(calls: list[nn.Module], monkey
         server.device = DEVICE
         method.aggregate(server, [Reply(0, message)])
         trained.append(server.modules["head"])
-    assert calls == trained[:1]
+        assert sides == ([server.kept] if worth == 10 else sides)
+    assert calls == trained[:1] and len(sides) == 1
     torch.testing.assert_close(trained[0].state_dict(), trained[1].state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_dc_pfl_s_server_says_why_its_head_is_trained_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*given: Any) -> None:
+        raise RuntimeError("out of resource")
+
+    monkeypatch.setattr(heads, "_train", too_large)
+    own = class_covariances(torch.randn(9, support.FEATURES), torch.arange(9) % 3, 4)
+    method = support.new_method({"name": "dc-pfl"})
+    message, server = method.upload(support.trained([3, 3, 3, 0], statistics=own)), support.new_server(method)
+    server.device = DEVICE
+    method.aggregate(server, [Reply(0, message)])
+    assert [note for note in server.notes if "the server's head is trained on the CPU" in note] == server.notes[-1:]
