@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.compute import compute_threads
+from polyfed.engines.client.batches import enough_for_norm
 from polyfed.engines.client.phases import phases_in
 from polyfed.engines.client.probing import ask
 from polyfed.engines.client.round import batch_norm_trains, set_modes
@@ -27,7 +28,7 @@ from polyfed.seeds import watched
 
 
 def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Population:
-    """The same population, knowing which networks draw from global generators.
+    """The same population, knowing which networks draw from global generators, with notes on what may go wrong.
 
     `models` has a network of each architecture, whose state is lost. Raises an `InputError` for what can't be trained.
     """
@@ -37,19 +38,19 @@ def rehearse(population: Population, models: Mapping[str, SplitNetwork]) -> Popu
     _check_anything_travels(population)
     for round in range(1, population.task.rounds + 1):
         phases_in(population.method, round)  # raises for a change from round to round that engines can't follow
-    drawing = set()
+    drawing, notes = set(), list(population.notes)
     for name, clients in owners.items():
         model = models[name]
         network = ClientNetwork(model, population.method.client_modules(model))
         set_generator(network, torch.Generator().manual_seed(0))  # what polyfed draws is seeded anyway
         for phase in population.method.phases():
             _check_anything_trains(network, phase, name, clients)
-            _check_batches(population, network, phase, name, clients)
+            notes += _check_batches(population, network, phase, name, clients)
         with watched() as draws, compute_threads(1):  # two samples are too little work for several
             _try(population, network, name)
             if draws():
                 drawing.add(name)
-    return replace(population, draws=frozenset(drawing))
+    return replace(population, draws=frozenset(drawing), notes=notes)
 
 
 def _check_anything_travels(population: Population) -> None:
@@ -76,11 +77,16 @@ def _check_anything_trains(network: ClientNetwork, phase: Phase, name: str, clie
         )
 
 
-def _check_batches(population: Population, network: ClientNetwork, phase: Phase, name: str, clients: list[int]) -> None:
-    """Batch norm can't train on one sample; a client that never has two in a batch would never take a step."""
+def _check_batches(
+    population: Population, network: ClientNetwork, phase: Phase, name: str, clients: list[int]
+) -> list[str]:
+    """Batch norm can't train on one sample; a client that never has two in a batch would never take a step.
+
+    Returns a note if some clients have few samples in their only batch.
+    """
     set_modes(network, phase)
     if not batch_norm_trains(network):
-        return
+        return []
     norm = f"({name}) would never take a step in phase '{phase.name}', because batch norm needs two samples in a batch"
     if population.training.batch_size == 1:
         raise InputError(f"{clients_named(clients)} {norm}: use a batch size of at least 2 (--batch-size 2).")
@@ -92,6 +98,16 @@ def _check_batches(population: Population, network: ClientNetwork, phase: Phase,
             f"{clients_named(alone)} {norm} and {has} one sample to train on: ask for more samples per client "
             "(--set min_samples=4), use fewer clients, or use networks without batch norm."
         )
+    enough = enough_for_norm(population.training.batch_size)
+    few = [client for client, (start, stop) in samples.items() if 0 < stop - start < enough]
+    if not few:
+        return []
+    has = "has" if len(few) == 1 else "each have"
+    return [
+        f"{clients_named(few)} ({name}) {has} fewer than {enough} samples to train on in phase '{phase.name}', and "
+        "batch norm of so few can ruin a deep network: ask for more samples per client (--set min_samples=16), use "
+        "fewer clients, or use networks without batch norm"
+    ]
 
 
 def _try(population: Population, network: ClientNetwork, name: str) -> None:

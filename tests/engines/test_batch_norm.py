@@ -234,6 +234,18 @@ def test_clients_of_one_sample_are_refused_by_name() -> None:
         support.population("standalone", models=(support.Wide, Plain), partition="iid", **settings)
 
 
+def test_clients_with_few_samples_in_their_only_batch_are_named() -> None:
+    """One batch of three or four trains, because there is nothing else to learn from, but may ruin a deep network."""
+    settings: dict[str, Any] = {"data": support.tiny_dataset(per_class=10), "clients": 8, "partition": "iid"}
+    found = support.population("standalone", models=(support.Wide, Plain), batch_size=64, split="5:0:5", **settings)
+    assert {len(own.train) for own in found.data.values()} == {3, 4}
+    (note,) = [words for words in found.notes if "batch norm" in words]
+    assert note.startswith("clients 1, 3, 5 and 7 (Plain) each have fewer than 8 samples to train on in phase 'model'")
+    assert "min_samples" in note
+    enough = support.population("standalone", models=(support.Wide, Plain), batch_size=6, split="5:0:5", **settings)
+    assert not [words for words in enough.notes if "batch norm" in words]
+
+
 def test_plan_without_padding_leaves_out_small_last_batches() -> None:
     """Two passes over 11 samples in batches of 8: three are left out of each. Of 14, six are enough."""
     clients = shortened(support.population("standalone", models=(Plain,), epochs=2), (11, 14, 9, 9))

@@ -121,7 +121,12 @@ def fewest_for_norm(samples: int, size: int) -> int:
     >>> [fewest_for_norm(1000, size) for size in (2, 4, 10, 64)], fewest_for_norm(10, 10)
     ([2, 2, 5, 8], 2)
     """
-    return 2 if samples <= size else max(2, min(ENOUGH_FOR_NORM, (size + 1) // 2))
+    return 2 if samples <= size else enough_for_norm(size)
+
+
+def enough_for_norm(size: int) -> int:
+    """From how many samples on a batch is safe for batch norm, where a full one has `size`."""
+    return max(2, min(ENOUGH_FOR_NORM, (size + 1) // 2))
 
 
 def phase_samples(population: Population, client: int, phase: Phase) -> Tensor:
