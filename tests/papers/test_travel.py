@@ -200,6 +200,7 @@ def test_what_failed_before_is_named_whatever_comes_of_the_second_try(
 
 
 def test_a_process_without_its_gpu_tries_nothing_again(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
     failing = Failing()
     monkeypatch.setattr(runner, "finish", failing)
     monkeypatch.setattr(running, "gpu_has_failed", lambda device: device == "cpu")
