@@ -121,10 +121,15 @@ def test_runs_of_the_same_kind_tell_more_than_others_and_the_middle_one_counts(p
 
 
 def test_a_run_that_has_ended_still_tells(place: Place) -> None:
-    """Its folder is gone, and nobody may have asked before; or what is there is of another that begins again."""
+    """Its folder is gone, and nobody may have asked before; or what is there is of another that begins again.
+
+    It tells nothing of a group that it is not in.
+    """
     group = place.group("short", "standalone", 3)
     place.pace.begins(group)
+    place.pace.begins(place.group("cnn1", "standalone"))
     place.pace.ended(group[1], 5.0)
+    assert place.pace.expected(place.group("cnn1", "fedproto")) == pytest.approx(500 / 3**0.6)
     assert place.pace.expected(place.group("short", "fedproto", 3)) == pytest.approx(500)
     place.makes(group[0])
     assert place.pace.expected(place.group("short", "fedproto", 3)) == pytest.approx(500)
