@@ -5,21 +5,20 @@ python -m papers.page
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import pandas as pd
-
 from papers.campaign import FOLDER, Campaign, read_campaign
+from papers.pictures import draw
 from papers.records import RESULTS, check, read_records
 from papers.sheet import sheet
 from papers.tables import (
     Comparison,
     accuracies,
+    anchor,
     costs,
     margins,
     markdown,
@@ -30,12 +29,10 @@ from papers.tables import (
     sweep,
     title_of,
 )
-from polyfed.comparison.pictures import draw_lines
 from polyfed.comparison.statistics import t_interval
 from polyfed.errors import PolyfedError, counted
 from polyfed.records import disk
 from polyfed.records.origin import FREE, settings_by_name, shown
-from polyfed.report import drawing
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 ROUNDS = {
@@ -155,9 +152,7 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) ->
     """
     entries, methods, rows = campaign.front.get("entries", []), campaign.front.get("methods", []), []
     complete = {
-        each.name: [row for row in methods if each.of(row) and " of " not in each.seeds(row, each.entry.points[0])]
-        for each in comparisons
-        if each.name in entries
+        each.name: [row for row in methods if each.has_all(row)] for each in comparisons if each.name in entries
     }
     chosen = [
         each
@@ -200,15 +195,6 @@ def of_method(name: str, campaign: Campaign, comparisons: Sequence[Comparison]) 
     return f"{OWN.format(seeds=len(campaign.seeds))}\n\n{markdown(head, rows)}" if rows else ""
 
 
-def anchor(title: str) -> str:
-    """The address of a heading in its page.
-
-    >>> anchor("CIFAR-10, Dirichlet 0.1")
-    'cifar-10-dirichlet-01'
-    """
-    return "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
-
-
 def short(given: Comparison, row: str) -> str:
     """A row's gain with half of its interval, or the base's accuracy."""
     setting = given.entry.points[0]
@@ -225,30 +211,6 @@ def with_table(text: str, table: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table}\n{END}{after}" if begin and end else text
-
-
-def draw(given: Comparison, path: Path) -> None:
-    """Mean accuracy by the compared rule over rounds, with a band of one standard deviation.
-
-    A method has the same colour as in the complete picture, and says so if seeds are missing.
-    """
-    seeds = {row: given.seeds(row, given.entry.points[0]) for row in given.order}
-    names = {row: title_of(row) + f" ({each})" * (row in given.rows and " of " in each) for row, each in seeds.items()}
-    curves = pd.concat(
-        pd.DataFrame({"method": names[row], "round": r["rounds"], "accuracy": r["curves"][given.rule(row)]})
-        for row in given.rows
-        for r in given.of(row)
-    )
-    frame = curves.groupby(["method", "round"], sort=False)["accuracy"].agg(accuracy="mean", std="std").reset_index()
-    looks = drawing.looks(names[row] for row in given.order if row != "standalone")
-    looks |= {names[row]: drawing.ALONE for row in given.order if row == "standalone"}
-    figure, axes = drawing.new_figure((8, 4.5))
-    draw_lines(axes, frame, "round", "accuracy", looks)
-    axes.set(xlabel="round", ylabel="accuracy on test samples (%)")
-    drawing.add_legend(figure, axes)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
-    disk.write(path, drawn.getvalue())
 
 
 def _words(folder: Path, name: str) -> str:

@@ -90,6 +90,11 @@ class Comparison:
         interval = "" if math.isnan(found.low) else f" ({signed(found.low)} to {signed(found.high)})"
         return signed(found.mean) + interval + f" [{counted(len(gains), 'seed')}]" * fewer
 
+    def has_all(self, row: str) -> bool:
+        """Whether all planned runs of a row have been made."""
+        runs = [run for run in self.runs if run.row == row]
+        return bool(runs) and all(run.key in self.records for run in runs)
+
     def seeds(self, row: str, setting: str) -> str:
         """How many there are, and of how many if some are missing."""
         done, planned = (
@@ -131,6 +136,15 @@ def title_of(row: str) -> str:
     return METHODS[own].title + f", {variant}" * bool(variant) + space + rest
 
 
+def anchor(title: str) -> str:
+    """The address of a heading in its page.
+
+    >>> anchor("CIFAR-10, Dirichlet 0.1")
+    'cifar-10-dirichlet-01'
+    """
+    return "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
     """A table, or nothing without rows. The first `texts` columns are text, the others numbers.
 
@@ -141,11 +155,15 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1)
     return "\n".join(f"| {' | '.join(line[place] for place in kept)} |" for line in lines)
 
 
+def printed_gain(beside: Beside, row: str, setting: str, base: str) -> float:
+    """A paper's gain over its own base; NaN if it does not print both."""
+    return beside.number(row, setting).value - beside.number(base, setting).value
+
+
 def printed(beside: Beside, row: str, setting: str, base: str) -> tuple[str, str]:
     """What a paper prints, and its gain over its own base."""
-    number, gain = beside.number(row, setting), math.nan
-    if row != base:
-        gain = number.value - beside.number(base, setting).value
+    number = beside.number(row, setting)
+    gain = math.nan if row == base else printed_gain(beside, row, setting, base)
     value = number.note if math.isnan(number.value) else f"{number.value:.2f}"
     return value, "" if math.isnan(gain) else signed(gain, 2)
 

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from papers.campaign import FOLDER, Run, read_campaign
-from papers.page import all_runs, comparisons_of, draw, front, of_method, page, with_table
+from papers.page import all_runs, comparisons_of, front, of_method, page, with_table
+from papers.pictures import draw, gained_over, later
 from papers.records import Record
 from papers.run import asked
 from papers.tables import accuracies, costs, margins, other_rules, sweep
@@ -166,6 +167,30 @@ def test_the_page_has_what_runs_noted(papers: Path) -> None:
     written(papers, lambda run: record(run, 0.5, **({"notes": ["slow `x`"]} if run.seed else {})))
     text = page(comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results"), papers / "words")
     assert "- Noted by 4 of 6 runs: `slow 'x'`\n" in text
+
+
+def test_gains_are_paired_by_seed_and_round() -> None:
+    """Seeds 0 and 1 gain 2 and 4 points in round 2; nobody gains in a round or with a seed that the base lacks."""
+
+    def curve(method: str, seed: int, accuracies: dict[int, float]) -> pd.DataFrame:
+        rounds, values = list(accuracies), list(accuracies.values())
+        return pd.DataFrame({"method": method, "seed": seed, "round": rounds, "accuracy": values})
+
+    parts = [curve("base", 0, {2: 0.5, 4: 0.6}), curve("base", 1, {2: 0.3})]
+    parts += [curve("a", 0, {2: 0.52, 4: 0.55}), curve("a", 1, {2: 0.34, 4: 0.9}), curve("a", 2, {2: 0.9})]
+    found = gained_over(pd.concat(parts), "base")
+    assert found[found["method"] == "base"]["accuracy"].tolist() == [0, 0, 0]
+    gained = found[found["method"] == "a"].set_index(["seed", "round"])["accuracy"]
+    assert dict(gained) == pytest.approx({(0, 2): 0.02, (0, 4): -0.05, (1, 2): 0.04})
+
+
+def test_the_axis_of_gains_is_that_of_the_second_half() -> None:
+    """From −1 to 4 points with a deviation of 1 there: −2 to 5, and a tenth of that more to each side."""
+    means, stds = [-0.4, -0.01, 0.04], [0.2, 0.01, 0.01]
+    low, high = later(pd.DataFrame({"round": [10, 50, 100], "accuracy": means, "std": stds}))
+    assert (low, high) == pytest.approx((-2.7, 5.7))
+    low, high = later(pd.DataFrame({"round": [1], "accuracy": [0.01], "std": [math.nan]}))
+    assert (low, high) == pytest.approx((0.5, 1.5))  # one seed, one method: not an empty axis
 
 
 def test_all_runs_are_in_one_table(papers: Path) -> None:
