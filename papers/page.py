@@ -80,12 +80,13 @@ def section(given: Comparison, words: Path) -> str:
     """An entry's part of the page."""
     title, setting = given.entry.title, given.entry.points[0]
     if len(given.entry.points) > 1:
-        tables = [sweep(given), differences(given, setting)]
+        tables, more = [sweep(given), differences(given, setting)], []
     else:
         picture = f"![{title}](pictures/results-{given.name}.png)"
-        tables = [accuracies(given, setting), differences(given, setting), other_rules(given, setting)]
-        tables += [margins(given), picture, costs(given)]
-    return _blocks([f"## {title}", status(given), _words(words, given.name), *tables, noted(given), origin(given)])
+        tables = [accuracies(given, setting), differences(given, setting), picture]
+        more = [other_rules(given, setting), margins(given), costs(given)]
+    parts = [f"## {title}", status(given), *tables, _words(words, given.name), *more, noted(given), origin(given)]
+    return _blocks(parts)
 
 
 def status(given: Comparison) -> str:
