@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from papers.agreement import agreement
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.pictures import draw
 from papers.records import RESULTS, check, read_records
@@ -73,7 +74,9 @@ def page(comparisons: Sequence[Comparison], words: Path) -> str:
     ]
     todo = f"## Runs left\n\n{LEFT}\n\n{markdown(['entry', 'what', 'runs left'], left, texts=2)}" if left else ""
     sections = [section(each, words) for each in comparisons if each.compares]
-    return _blocks([_words(words, "intro"), *sections, todo, _words(words, "earlier")]) + "\n"
+    table = agreement(comparisons)
+    summary = [_words(words, "agreement"), table] if table else []
+    return _blocks([_words(words, "intro"), *summary, *sections, todo, _words(words, "earlier")]) + "\n"
 
 
 def section(given: Comparison, words: Path) -> str:

@@ -10,6 +10,7 @@ from functools import cache
 from polyfed.reproduce.recipes import FOLDER, Recipe
 
 NOT_APPLICABLE = "not applicable"
+NOT_CONVERGED = "did not converge"
 
 
 @dataclass(frozen=True)
