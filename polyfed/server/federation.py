@@ -12,7 +12,7 @@ import torch
 
 from polyfed import confusion
 from polyfed.compute import out_of_memory
-from polyfed.config import Experiment, share_of
+from polyfed.config import Experiment
 from polyfed.devices import Device, new_clock
 from polyfed.engines.base import Engine
 from polyfed.errors import RunError
@@ -23,7 +23,7 @@ from polyfed.profile import Profile, check_common, named, samples_known
 from polyfed.records import Restored, RunFolder
 from polyfed.records.claim import resume_command
 from polyfed.records.states import misfit
-from polyfed.seeds import numpy_generator
+from polyfed.server.participants import participants
 from polyfed.server.records import client_rows, evaluation_rows, message_shapes
 from polyfed.server.replies import MOST_SAMPLES, Door
 from polyfed.server.scores import SCORES, Best, Progress, about_balance
@@ -137,12 +137,7 @@ class Federation:
 
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round: a share of those that can be asked."""
-        there = sorted(self.engine.available())
-        count = min(share_of(len(there), self.config.participation), len(there))
-        if count == len(there):
-            return there
-        draw = numpy_generator(self.config.seed, "participants", round)
-        return [there[place] for place in sorted(draw.choice(len(there), count, replace=False).tolist())]
+        return participants(self.config.seed, round, self.engine.available(), self.config.participation)
 
     def download(self, client: int) -> Message:
         """What the client receives next."""

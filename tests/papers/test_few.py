@@ -1,73 +1,133 @@
-"""A few of Standalone's clients, trained without the others."""
+"""Clients without partners: each is a federation of one."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import polyfed
 from papers import few
-from polyfed.config import experiment
+from polyfed.config import Experiment, experiment
+from polyfed.errors import InputError, RunError
+from polyfed.methods.base import Reply
+from tests import support
 
 SETTINGS: dict[str, Any] = {
-    "data": "digits", "clients": 4, "rounds": 3, "models": "cnn5", "batch_size": 64, "seed": 3, "engine": "threads",
-    "device": "cpu",
+    "data": "digits", "clients": 4, "rounds": 4, "models": "cnn5", "batch_size": 64, "epochs": 1, "seed": 3,
+    "engine": "threads", "device": "cpu",
 }  # fmt: skip
 
 
-def test_clients_have_the_accuracy_that_they_have_among_others(tmp_path: Any) -> None:
-    """Everybody takes part, so the rounds of a run are the same clients' visits."""
-    among = polyfed.run("standalone", **SETTINGS, out=tmp_path / "run", progress=False)
-    expected = among.clients["accuracy_final"].tolist()
-    assert few.accuracies(experiment(method="standalone", **SETTINGS), 3) == pytest.approx(expected[:3])
-    assert len(set(expected)) > 1
+def test_standalone_s_clients_are_as_among_others(tmp_path: Path) -> None:
+    """Of four clients two take part in a round; the same ones train in the same rounds, with the same draws."""
+    settings = {**SETTINGS, "participation": 0.5, "rounds": 6, "eval_every": 3}
+    among = polyfed.run("standalone", **settings, out=tmp_path / "run", progress=False)
+    found = few.curves(experiment(method="standalone", **settings), 3)
+    assert [curve[6] for curve in found.values()] == pytest.approx(among.clients["accuracy_final"].tolist()[:3])
+    assert {tuple(curve) for curve in found.values()} == {(3, 6)}
+    assert len({curve[6] for curve in found.values()}) > 1
 
 
-@pytest.mark.parametrize(("rounds", "participation", "visits"), [(4, 0.5, [2]), (40, 0.5, [19, 20]), (3, 0.6, [2])])
-def test_clients_train_as_often_as_they_would_take_part(
-    rounds: int, participation: float, visits: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the last tenth of it is evaluated."""
-    trained, scored = [], []
-
-    class Engine:
-        def __init__(self, people: Any) -> None:
-            pass
-
-        def train(self, visit: int, downloads: Any) -> None:
-            trained.append((visit, list(downloads)))
-
-        def evaluate(self, clients: list[int], visit: int) -> dict[int, Any]:
-            scored.append(visit)
-            return {client: type("Score", (), {"accuracy": lambda self: visit / 100})() for client in clients}
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(few, "ThreadsEngine", Engine)
-    config = experiment(method="standalone", **{**SETTINGS, "rounds": rounds, "participation": participation})
-    assert few.accuracies(config, 2) == pytest.approx([sum(visits) / len(visits) / 100] * 2)
-    assert trained == [(visit, [0, 1]) for visit in range(1, visits[-1] + 1)] and scored == visits
+@pytest.mark.parametrize("method", ["fml", "fedkd", "fedproto", "fedgh", "dc-pfl", "pfedes", "fedssa"])
+def test_nothing_is_left_out_but_the_others(method: str, tmp_path: Path) -> None:
+    """A federation with a single client has no partners either; its server and its client do the same."""
+    settings = {**SETTINGS, "clients": 1, "classes_per_client": 10, "rounds": 3}
+    among = polyfed.run(method, **settings, out=tmp_path / "run", progress=False)
+    found = few.curves(experiment(method=method, **settings), 1)
+    assert found[0][3] == pytest.approx(among.clients["accuracy_final"].item())
 
 
-def test_settings_are_changed_or_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given = []
-    monkeypatch.setattr(few, "accuracies", lambda config, clients: given.append((config, clients)) or [0.5, 0.7])
-    assert (
-        few.main(
-            ["cifar10-n100", "--clients", "2", "--set", "training.augment=false", "--seed", "4", "--data-dir", "x"]
-        )
-        == 0
-    )
-    config, clients = given[0]
+def test_clients_hear_of_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client of FML receives is what it has sent itself, in the round before."""
+    sent: dict[int, Any] = {}
+    engine = few.new_engine
+
+    def spying(*given: Any) -> Any:
+        made = engine(*given)
+        train = made.train
+
+        def watched(round: int, downloads: Any) -> list[Reply]:
+            for client, download in downloads.items():
+                assert client not in sent or _same(download.tensors, sent[client])
+            replies = train(round, downloads)
+            sent.update({reply.client: reply.message.tensors for reply in replies})
+            return replies
+
+        made.train = watched
+        return made
+
+    monkeypatch.setattr(few, "new_engine", spying)
+    few.curves(experiment(method="fml", **SETTINGS), 2)
+    assert len(sent) == 2 and not _same(sent[0], sent[1])
+
+
+def test_a_failed_client_ends_it() -> None:
+    server = few.OwnServer(support.new_method("fedproto"), 0, 7, None)
+    server.download(2)
+    with pytest.raises(RunError, match="client 7 failed in round 2: diverged"):
+        server.learn(Reply(7, few.Message(), failure="diverged"))
+
+
+def test_more_clients_than_there_are() -> None:
+    with pytest.raises(InputError, match="there are 4 clients, not 5"):
+        few.curves(experiment(method="standalone", **SETTINGS), 5)
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Experiment, int, str | None]]:
+    """What is asked of training, instead of training: two clients with 50 and 70 % at the end."""
+    found = []
+
+    def pretended(config: Experiment, clients: int, rule: str | None = None) -> few.Curves:
+        found.append((config, clients, rule))
+        return {0: {450: 0.1, 460: 0.4, 500: 0.6}, 1: {450: 0.1, 460: 0.7, 500: 0.7}}
+
+    monkeypatch.setattr(few, "curves", pretended)
+    return found
+
+
+Asked = list[tuple[Experiment, int, str | None]]
+
+
+def test_settings_are_changed(asked_for: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = ["--set", "training.augment=false", "--seeds", "4", "--data-dir", "x"]
+    assert few.main(["cifar10-n100", "--clients", "2", *changed]) == 0
+    config, clients, rule = asked_for[0]
     assert (config.training.augment, config.training.batch_size, config.seed, clients) == (False, 64, 4, 2)
-    assert (config.method["name"], str(config.data_folder), config.clients) == ("standalone", "x", 100)
-    assert capsys.readouterr().out == "cifar10-n100 training.augment=false: 60.0 % (50.0 70.0)\n"
-    assert few.main(["cifar10-n10000"]) == 2
-    assert "cifar10-n100" in capsys.readouterr().err
-    for entry in ("pfedes-sensitivity", "pfedes-classes"):  # no Standalone, and several settings of it
-        assert few.main([entry]) == 2
-        assert f"'{entry}' has not one setting of Standalone" in capsys.readouterr().err
+    assert (config.method["name"], str(config.data_folder), config.clients, rule) == ("standalone", "x", 100, None)
+    assert capsys.readouterr().out == "cifar10-n100 seed 4 training.augment=false: 60.0 % (50.0 70.0)\n"
+
+
+def test_curves_are_recorded(asked_for: Asked, tmp_path: Path) -> None:
+    assert few.main(["cifar100-n100:fedproto", "--seeds", "2-3", "--out", str(tmp_path / "new")]) == 0
+    assert [(config.seed, clients, rule) for config, clients, rule in asked_for] == [
+        (2, 10, "classifier"),
+        (3, 10, "classifier"),
+    ]
+    first, second = map(json.loads, (tmp_path / "new" / "cifar100-n100.jsonl").read_text().splitlines())
+    assert (first["entry"], first["setting"], first["method"]) == ("cifar100-n100", "n100/cifar100", "fedproto")
+    assert (first["seed"], second["seed"]) == (2, 3) and first["settings"]["training.batch_size"] == 64
+    assert first["rounds"] == [450, 460, 500] and first["curves"] == {"0": [0.1, 0.4, 0.6], "1": [0.1, 0.7, 0.7]}
+
+
+def test_wrong_words_are_refused(asked_for: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in {
+        ("cifar10-n10000",): "cifar10-n100",
+        ("cifar10-n100:fedprot",): "fedproto",
+        ("pfedes-classes",): "'pfedes-classes' has several settings",
+        ("cifar10-n100:fml,fedkd",): "has several settings or rows",
+        ("cifar10-n100", "--set", "training.lr=1", "--out", "x"): "leave out --set or --out",
+    }.items():
+        assert few.main(list(given)) == 2
+        assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
         few.main(["cifar10-n100", "--clients", "0"])
+    assert not asked_for
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
