@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from papers.agreement import agreement
+from papers.alone import ALONE, alone, read_alone
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.pictures import draw
 from papers.records import RESULTS, check, read_records
@@ -57,10 +58,11 @@ NOT_COMPARED = (*(FREE - {"rounds"}), "method", "seed", "eval_every")
 
 def comparisons_of(campaign: Campaign, results: Path) -> list[Comparison]:
     """Every entry with its records, in the campaign's order."""
-    records = read_records([results])
-    check(records, campaign)
+    records, few = read_records([results]), read_alone(results / ALONE)
+    for found in (records, few):
+        check(found, campaign)
     return [
-        Comparison(name, entry, list(campaign.rows[name]), campaign.runs([name]), records)
+        Comparison(name, entry, list(campaign.rows[name]), campaign.runs([name]), records, few)
         for name, entry in campaign.entries.items()
     ]
 
@@ -87,7 +89,7 @@ def section(given: Comparison, words: Path) -> str:
     else:
         picture = f"![{title}](pictures/results-{given.name}.png)"
         tables = [accuracies(given, setting), differences(given, setting), picture]
-        more = [other_rules(given, setting), margins(given), costs(given)]
+        more = [alone(given, setting), other_rules(given, setting), margins(given), costs(given)]
     parts = [f"## {title}", status(given), *tables, _words(words, given.name), *more, noted(given), origin(given)]
     return _blocks(parts)
 

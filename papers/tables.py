@@ -10,7 +10,7 @@ import pandas as pd
 
 from papers.campaign import Beside, Entry, Run
 from papers.records import Key, Record
-from polyfed.comparison.statistics import mean_of, spread_of, t_interval
+from polyfed.comparison.statistics import Interval, mean_of, spread_of, t_interval
 from polyfed.errors import counted
 from polyfed.methods import METHODS
 
@@ -25,6 +25,8 @@ class Comparison:
     """All rows, as the tables have them."""
     runs: Sequence[Run]
     records: Mapping[Key, Record]
+    few: Mapping[Key, Record]
+    """Records of a few clients without partners."""
 
     @property
     def found(self) -> list[Record]:
@@ -86,9 +88,8 @@ class Comparison:
         gains = self.gains(row, setting, rule)
         if not gains:
             return ""
-        found, fewer = t_interval(gains), len(gains) < len(self.values(row, setting, rule=rule))
-        interval = "" if math.isnan(found.low) else f" ({signed(found.low)} to {signed(found.high)})"
-        return signed(found.mean) + interval + f" [{counted(len(gains), 'seed')}]" * fewer
+        fewer = len(gains) < len(self.values(row, setting, rule=rule))
+        return with_interval(t_interval(gains)) + f" [{counted(len(gains), 'seed')}]" * fewer
 
     def has_all(self, row: str) -> bool:
         """Whether all planned runs of a row have been made."""
@@ -111,6 +112,17 @@ def signed(value: float, digits: int = 1) -> str:
     """
     text = f"{value:+.{digits}f}"
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
+
+
+def with_interval(found: Interval) -> str:
+    """
+    >>> with_interval(Interval(2, -0.5, 4.5)), with_interval(Interval(2, math.nan, math.nan))
+    ('+2.0 (−0.5 to +4.5)', '+2.0')
+    >>> with_interval(Interval(math.nan, math.nan, math.nan))
+    ''
+    """
+    interval = "" if math.isnan(found.low) else f" ({signed(found.low)} to {signed(found.high)})"
+    return "" if math.isnan(found.mean) else signed(found.mean) + interval
 
 
 def spread(values: Mapping[int, float]) -> str:
