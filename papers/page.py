@@ -46,7 +46,7 @@ LEFT = "Comparisons that are planned, with the number of runs that have not been
 FRONT = """## Beside the papers' numbers
 
 Gains over Standalone in points of accuracy: means over {seeds} seeds ± half of the 95 % interval, and in brackets what
-a paper prints. The first row has Standalone's own accuracy. [All tables, and how to read them](docs/results.md)."""
+papers print. The first row has Standalone's own accuracy. [All tables, and how to read them](docs/results.md)."""
 OWN = """## Beside the papers' numbers
 
 Gains are over Standalone, and there are {seeds} seeds, unless a row says otherwise. The link leads to all methods."""
@@ -134,7 +134,7 @@ def differences(given: Comparison, setting: str) -> str:
 def noted(given: Comparison) -> str:
     """What runs noted about themselves, such as that clients trained one after another."""
     notes = Counter(note.replace("`", "'") for record in given.found for note in record.get("notes", []))
-    total = len(given.found)
+    total = sum("notes" in record for record in given.found)  # the first records were made without
     return "\n".join(f"- Noted by {number} of {counted(total, 'run')}: `{note}`" for note, number in notes.items())
 
 
@@ -152,7 +152,7 @@ def all_runs(comparisons: Iterable[Comparison]) -> str:
 
 
 def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) -> str:
-    """Our gains and the first published ones, and a summary below.
+    """Our gains and the published ones, and a summary below.
 
     An entry has a column when more than half of these methods have all their seeds, among them its base.
     """
@@ -171,9 +171,9 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) ->
             setting, base = each.entry.points[0], each.entry.base
             papers = [printed(beside, row, setting, base) for beside in each.papers]
             ours = short(each, row) if row in complete[each.name] else NOT_YET if row in each.order else ""
-            # A gain if any paper has one; otherwise why not: it did not converge.
-            texts = [pair[row != base] for pair in papers] + [value for value, _ in papers if not value[:1].isdigit()]
-            theirs = next((text for text in texts if text), "")
+            # The gains if any paper has one; otherwise why not: it did not converge.
+            gains = dict.fromkeys(text for pair in papers if (text := pair[row != base]))
+            theirs = "; ".join(gains) or next((value for value, _ in papers if not value[:1].isdigit()), "")
             cells.append(f"{ours} ({theirs})" if ours and theirs else ours)
         rows.append([title_of(row), *cells])
     titles = [each.entry.title + ", reduced" * bool(each.entry.smaller) for each in chosen]
