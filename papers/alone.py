@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from papers.few import late
-from papers.records import Key, Record, key_of
+from papers.records import Record
 from papers.tables import Comparison, markdown, title_of, with_interval
 from polyfed.comparison.statistics import Interval, t_interval
-from polyfed.errors import InputError
 
 ALONE = "alone"
 """The folder of these records in papers/results."""
+HOW = """Without partners: some clients with a server of their own that hears of nobody else, in the last tenth of the
+rounds. As these clients do not depend on one another, the interval is over them and not over seeds."""
 Gains = dict[tuple[int, int], float]
 """By seed and client, points more than Standalone."""
-
-
-def read_alone(folder: Path) -> dict[Key, Record]:
-    """All records that papers.few wrote in a folder; raises for lines that are none, and for two of the same run."""
-    found: dict[Key, Record] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            try:
-                record = json.loads(line)
-                key, _ = key_of(record), (record["rounds"], record["curves"], record["settings"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"line {number} of '{path}' is no record of papers.few: remove it.") from error
-            if key in found:
-                raise InputError(f"line {number} of '{path}' is of a run that was read before: remove one of them.")
-            found[key] = record
-    return found
 
 
 def alone(given: Comparison, setting: str) -> str:
@@ -48,11 +33,10 @@ def alone(given: Comparison, setting: str) -> str:
         if row != base and gains:
             rows.append([
                 title_of(row), str(len(gains)), with_interval(t_interval(list(gains.values()))),
-                with_interval(among(given, row, gains)), given.gain(row, setting),
+                with_interval(Interval(among(given, row, gains), math.nan, math.nan)), given.gain(row, setting),
             ])  # fmt: skip
-    name = title_of(base)
-    head = [f"minus {name}", "clients", "without partners", "the same clients among all, last round", "all clients"]
-    return markdown(head, rows)
+    head = [f"minus {title_of(base)}", "clients", "without partners", "the same among all, last round", "all clients"]
+    return f"{HOW}\n\n{markdown(head, rows)}" if rows else ""
 
 
 def over(found: Mapping[int, Record], base: Mapping[int, Record]) -> Gains:
@@ -65,16 +49,16 @@ def over(found: Mapping[int, Record], base: Mapping[int, Record]) -> Gains:
     }
 
 
-def among(given: Comparison, row: str, gains: Gains) -> Interval:
+def among(given: Comparison, row: str, gains: Gains) -> float:
     """What these clients gain in the runs with all, whose records have each client's last accuracy by its own rule.
 
-    NaN if that rule is not the one that is compared.
+    NaN if that rule is not the one that is compared. Clients of a run depend on one another: no interval over them.
     """
     records = {each: {record["seed"]: record for record in given.of(each)} for each in (row, given.entry.base)}
     ours, base = records[row], records[given.entry.base]
     if any(seed not in ours or seed not in base or _own_rule(ours[seed]) != given.rule(row) for seed, _ in gains):
-        return t_interval([])
-    return t_interval([100 * (ours[seed]["clients"][c] - base[seed]["clients"][c]) for seed, c in gains])
+        return math.nan
+    return 100 * mean(float(ours[seed]["clients"][c] - base[seed]["clients"][c]) for seed, c in gains)
 
 
 def _late(record: Record, client: str) -> float:

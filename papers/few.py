@@ -12,6 +12,8 @@ accuracy over the last tenth of the rounds, as in the tables.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -25,7 +27,7 @@ import torch
 
 import polyfed
 from papers.campaign import Run, read_campaign
-from papers.records import line_of
+from papers.records import Key, Record, append, key_of
 from papers.run import asked, commit
 from polyfed.assemble import assemble
 from polyfed.cli.options import parse_settings
@@ -34,6 +36,7 @@ from polyfed.compute import machine_name
 from polyfed.config import Experiment, experiment, merged
 from polyfed.engines import Engine, EngineSettings, new_engine
 from polyfed.errors import InputError, PolyfedError, RunError
+from polyfed.evaluation import Score
 from polyfed.message import Message
 from polyfed.methods.base import Method, Reply, Server
 from polyfed.records import disk
@@ -65,21 +68,32 @@ class OwnServer:
 
 
 def curves(config: Experiment, clients: int, rule: str | None = None) -> Curves:
-    """The accuracy of each of the first clients, without partners; by default by the method's own rule."""
+    """The accuracy of each of the first clients, without partners; by default by the method's own rule.
+
+    They are scored when and with what they are scored among others. One without test samples is left out.
+    """
     people = assemble(config)
     if clients > len(people.clients):
         raise InputError(f"there are {len(people.clients)} clients, not {clients}: ask for fewer (--clients).")
-    chosen = list(people.clients)[:clients]
+    chosen, received = list(people.clients)[:clients], config.evaluate == "after-download"
     found: Curves = {client: {} for client in chosen}
     with closing(new_engine(config.engine, people, EngineSettings(tf32=config.tf32))) as engine:
         servers = {c: OwnServer(people.method, config.seed, c, engine.profiles[c].classes) for c in chosen}
         for number in range(1, config.rounds + 1):
             there = set(participants(config.seed, number, people.clients, config.participation)) & servers.keys()
+            scored = number % config.eval_every == 0 or number == config.rounds
+            scores: dict[int, Score] = {}
+            if scored and people.method.kept_fresh and not received:  # those who sit out hold older knowledge
+                fresh = {client: servers[client].download(number) for client in chosen if client not in there}
+                scores |= engine.evaluate(fresh, number, fresh) if fresh else {}
             _visit(engine, number, {client: servers[client] for client in sorted(there)})
-            if number % config.eval_every == 0 or number == config.rounds:
-                for client, score in engine.evaluate(chosen, number).items():
-                    found[client][number] = score.accuracy(rule)
-    return found
+            if scored:
+                rest = [client for client in chosen if client not in scores]
+                downloads = {client: servers[client].download(number) for client in rest} if received else None
+                scores |= engine.evaluate(rest, number + received, downloads) if rest else {}
+            for client, score in scores.items():
+                found[client][number] = score.accuracy(rule)
+    return {client: curve for client, curve in found.items() if not any(map(math.isnan, curve.values()))}
 
 
 def _visit(engine: Engine, number: int, servers: Mapping[int, OwnServer]) -> None:
@@ -98,27 +112,48 @@ def late(curve: Mapping[int, float]) -> float:
     return chosen_round(pd.DataFrame(curve.items(), columns=["round", "accuracy"]), Compare(round="last-tenth"))
 
 
-def run_of(name: str, **machine: Any) -> Run:
-    """The first run of an entry's row; without a row, of Standalone."""
+def runs_of(name: str, **machine: Any) -> dict[int, Run]:
+    """By seed, the runs of an entry's row; without a row, of Standalone."""
     entry, _, row = name.partition(":")
     found = asked(read_campaign(), f"{entry}:{row or 'standalone'}", machine)
     if len({(run.setting, run.row) for run in found}) != 1:
         raise InputError(
             f"'{name}' has several settings or rows: name a row of an entry with one, such as cifar10-n100."
         )
-    return found[0]
+    return {run.seed: run for run in found}
 
 
-def record_of(run: Run, seed: int, found: Curves) -> dict[str, Any]:
+def record_of(run: Run, found: Curves, *, commit: str | None) -> Record:
     """What is kept: the curve of each client, and where it comes from."""
     rounds = sorted(next(iter(found.values())))
     return {
-        "entry": run.entry, "setting": run.setting, "method": run.row, "seed": seed, "settings": run.told,
-        "polyfed": polyfed.__version__, "commit": commit(), "torch": torch.__version__,
+        "entry": run.entry, "setting": run.setting, "method": run.row, "seed": run.seed, "settings": run.told,
+        "polyfed": polyfed.__version__, "commit": commit, "torch": torch.__version__,
         "machine": machine_name(torch.device("cpu")), "date": date.today().isoformat(),
         "rounds": rounds,
         "curves": {str(client): [round(curve[number], 4) for number in rounds] for client, curve in found.items()},
     }  # fmt: skip
+
+
+def read_alone(folder: Path) -> dict[Key, Record]:
+    """All records in a folder; raises for lines that are none, and for two of the same run.
+
+    A last line without a line break was cut off while it was written, and is left out.
+    """
+    found: dict[Key, Record] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                record = json.loads(line)
+                key, _ = key_of(record), (record["rounds"], record["curves"], record["settings"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"line {number} of '{path}' is no record of papers.few: remove it.") from error
+            if key in found:
+                raise InputError(f"line {number} of '{path}' is of a run that was read before: remove one of them.")
+            found[key] = record
+    return found
 
 
 def _several(text: str) -> int:
@@ -143,18 +178,31 @@ def _said(given: argparse.Namespace) -> Iterable[str]:
     """What is printed, a line for each seed; records on the way."""
     if given.set and given.out:
         raise InputError("records are of the campaign's settings: leave out --set or --out.")
-    folder = {"data_folder": str(given.data_dir)} if given.data_dir else {}
-    run = run_of(given.row, device="cpu", **folder)
-    rule = read_campaign().entries[run.entry].variant(run.row.partition(" ")[0]).rule
-    for seed in parse_seeds(given.seeds):
-        config = experiment(**merged(merged(run.config.given, parse_settings(given.set)), {"seed": seed}))
+    runs = runs_of(given.row, device="cpu", **({"data_folder": str(given.data_dir)} if given.data_dir else {}))
+    first, seeds, now = next(iter(runs.values())), parse_seeds(given.seeds), commit()
+    if given.out:
+        _check(runs, seeds, given.out)
+    rule = read_campaign().entries[first.entry].variant(first.row.partition(" ")[0]).rule
+    for seed in seeds:
+        config = experiment(**merged(merged(first.config.given, parse_settings(given.set)), {"seed": seed}))
         found = curves(config, given.clients, rule)
         if given.out:
             disk.make_folder(given.out)
-            disk.append(given.out / f"{run.entry}.jsonl", line_of(record_of(run, seed, found)).encode(), sync=True)
+            append(record_of(runs[seed], found, commit=now), given.out)
         each = [late(curve) for curve in found.values()]
         told = " ".join(f"{100 * own:.1f}" for own in each)
         yield f"{given.row} seed {seed} {' '.join(given.set) or 'as it is'}: {100 * mean(each):.1f} % ({told})"
+
+
+def _check(runs: Mapping[int, Run], seeds: Iterable[int], out: Path) -> None:
+    """Raise before hours of training if what they give can't be recorded."""
+    recorded = read_alone(out)
+    for seed in seeds:
+        if seed not in runs:
+            known = ", ".join(map(str, runs))
+            raise InputError(f"the campaign has no run with seed {seed}: name some of {known}, or leave out --out.")
+        if runs[seed].key in recorded:
+            raise InputError(f"seed {seed} is recorded in '{out}': leave it out, or remove its line.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

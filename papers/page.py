@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from papers.agreement import agreement
-from papers.alone import ALONE, alone, read_alone
+from papers.alone import ALONE, alone
 from papers.campaign import FOLDER, Campaign, read_campaign
+from papers.few import read_alone
 from papers.pictures import draw
 from papers.records import RESULTS, check, read_records
 from papers.sheet import sheet
@@ -173,7 +174,7 @@ def front(campaign: Campaign, comparisons: Sequence[Comparison], words: Path) ->
             ours = short(each, row) if row in complete[each.name] else NOT_YET if row in each.order else ""
             # The gains if any paper has one; otherwise why not: it did not converge.
             gains = dict.fromkeys(text for pair in papers if (text := pair[row != base]))
-            theirs = "; ".join(gains) or next((value for value, _ in papers if not value[:1].isdigit()), "")
+            theirs = "; ".join(gains) or next((value for value, _ in papers if value and not value[:1].isdigit()), "")
             cells.append(f"{ours} ({theirs})" if ours and theirs else ours)
         rows.append([title_of(row), *cells])
     titles = [each.entry.title + ", reduced" * bool(each.entry.smaller) for each in chosen]

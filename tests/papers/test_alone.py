@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from papers.alone import ALONE, alone, read_alone
+from papers.alone import ALONE, alone
 from papers.campaign import Run, read_campaign
-from papers.few import record_of
+from papers.few import read_alone, record_of
 from papers.page import comparisons_of, page
 from papers.tables import Comparison
 from polyfed.errors import InputError
@@ -40,7 +40,7 @@ def recorded(papers: Path, curve: Callable[[str, int, int], float], clients: int
     lines = []
     for run in read_campaign(papers / "campaign.yaml").runs():
         found = {c: {run.config.rounds: curve(run.row, run.seed, c)} for c in range(clients)}
-        lines.append(json.dumps(record_of(run, run.seed, found) | more) + "\n")
+        lines.append(json.dumps(record_of(run, found, commit=None) | more) + "\n")
     (papers / "results" / ALONE / "tiny.jsonl").write_text("".join(lines))
 
 
@@ -58,10 +58,10 @@ def test_gains_by_hand(fedgh: Path) -> None:
                                 "curves": {"classifier": [0.5]}})  # fmt: skip
     gains = {"standalone": (0.0, 0.0), "fedgh": (0.01, 0.03)}
     recorded(fedgh, lambda row, seed, client: 0.4 + seed / 10 + client / 100 + gains[row][client])
-    head, _, *rows = alone(compared(fedgh), SETTING).splitlines()
-    assert head.startswith("| minus Standalone | clients | without partners | the same clients among all, last round |")
-    assert rows == ["| FedGH | 6 | +2.0 (+0.9 to +3.1) | +5.0 (+5.0 to +5.0) | +4.0 (+4.0 to +4.0) |"]
-    assert rows[0] in page([compared(fedgh)], fedgh / "words")
+    *_, head, _, row = alone(compared(fedgh), SETTING).splitlines()
+    assert head == ("| minus Standalone | clients | without partners | the same among all, last round | all clients |")
+    assert row == "| FedGH | 6 | +2.0 (+0.9 to +3.1) | +5.0 | +4.0 (+4.0 to +4.0) |"
+    assert row in page([compared(fedgh)], fedgh / "words")
 
 
 def test_only_clients_that_both_have_are_compared(fedgh: Path) -> None:
@@ -81,7 +81,7 @@ def test_last_accuracies_by_another_rule_are_not_shown(papers: Path) -> None:
     written(papers, lambda run: record(run, 0.5, clients=[0.4, 0.6]))
     recorded(papers, lambda row, seed, client: 0.5)
     shown = alone(compared(papers), SETTING)
-    assert "the same clients" not in shown and shown.count("FedProto") == 1
+    assert "the same among all" not in shown and shown.count("FedProto") == 1
 
 
 def test_without_records_there_is_no_table(papers: Path) -> None:
@@ -108,8 +108,10 @@ def test_wrong_records_are_refused(papers: Path) -> None:
     for text, said in (
         (path.read_text() * 2, "read before"),
         ("{}\n", "no record"),
-        ("cut", "line 1 of .* is no record"),
+        ("cut\n", "line 1 of .* is no record"),
     ):
         path.write_text(text)
         with pytest.raises(InputError, match=said):
             read_alone(path.parent)
+    path.write_text("cut off")
+    assert read_alone(path.parent) == {}

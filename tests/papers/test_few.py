@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from papers import few
 from polyfed.config import Experiment, experiment
 from polyfed.errors import InputError, RunError
 from polyfed.methods.base import Reply
+from polyfed.server.participants import participants
 from tests import support
 
 SETTINGS: dict[str, Any] = {
@@ -39,6 +41,33 @@ def test_nothing_is_left_out_but_the_others(method: str, tmp_path: Path) -> None
     among = polyfed.run(method, **settings, out=tmp_path / "run", progress=False)
     found = few.curves(experiment(method=method, **settings), 1)
     assert found[0][3] == pytest.approx(among.clients["accuracy_final"].item())
+
+
+@pytest.mark.parametrize("method", ["fedproto", "protonorm"])
+def test_they_are_scored_with_what_their_servers_know(method: str, tmp_path: Path) -> None:
+    """Before a round's training those who sit out are as after the download that follows on their last training."""
+    settings = {**SETTINGS, "method": method, "participation": 0.5, "rounds": 6}
+    after_training = few.curves(experiment(**settings), 4)
+    after_download = few.curves(experiment(**settings, evaluate="after-download"), 4)
+    there = {number: set(participants(3, number, range(4), 0.5)) for number in range(1, 7)}
+    waits = [(client, number) for number in range(2, 7) for client in there[number - 1] - there[number]]
+    assert len(waits) > 4
+    assert all(after_training[c][n] == after_download[c][n - 1] for c, n in waits)
+    assert any(after_training[c][n - 1] != after_download[c][n - 1] for c, n in waits)
+    one = {**settings, "clients": 1, "classes_per_client": 10, "rounds": 3, "evaluate": "after-download"}
+    among = polyfed.run(**one, out=tmp_path / "run", progress=False)
+    assert few.curves(experiment(**one), 1)[0][3] == pytest.approx(among.clients["accuracy_final"].item())
+
+
+def test_a_client_without_test_samples_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = few.assemble
+
+    def robbed(config: Experiment) -> Any:
+        people = given(config)
+        return replace(people, data={**people.data, 1: replace(people.data[1], test=people.data[1].test[:0])})
+
+    monkeypatch.setattr(few, "assemble", robbed)
+    assert list(few.curves(experiment(method="standalone", **SETTINGS), 3)) == [0, 2]
 
 
 def test_clients_hear_of_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +143,21 @@ def test_curves_are_recorded(asked_for: Asked, tmp_path: Path) -> None:
     assert first["rounds"] == [450, 460, 500] and first["curves"] == {"0": [0.1, 0.4, 0.6], "1": [0.1, 0.7, 0.7]}
 
 
-def test_wrong_words_are_refused(asked_for: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_recorded_is_not_run_again(
+    asked_for: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor what is wanted beside it; a line that was cut off is made again."""
+    given = ["cifar100-n100", "--out", str(tmp_path)]
+    assert few.main(given) == 0
+    assert few.main([*given, "--seeds", "2-3"]) == 2
+    assert f"seed 2 is recorded in '{tmp_path}'" in capsys.readouterr().err and len(asked_for) == 1
+    path = tmp_path / "cifar100-n100.jsonl"
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    assert few.main(given) == 0 and path.read_text() == whole
+
+
+def test_wrong_words_are_refused(asked_for: Asked, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for given, said in {
         ("cifar10-n10000",): "cifar10-n100",
         ("cifar10-n100:fedprot",): "fedproto",
@@ -126,6 +169,8 @@ def test_wrong_words_are_refused(asked_for: Asked, capsys: pytest.CaptureFixture
         assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
         few.main(["cifar10-n100", "--clients", "0"])
+    assert few.main(["cifar10-n100", "--seeds", "2,9", "--out", str(tmp_path)]) == 2
+    assert "no run with seed 9: name some of 2, 3, 4" in capsys.readouterr().err
     assert not asked_for
 
 
