@@ -59,6 +59,8 @@ class Overseer(Watcher):
         self._runs: dict[str, set[str]] = {}
         """By note, the runs that have it."""
         self._hurried = False
+        self.begun: set[str] = set()
+        """The runs that were let begin."""
         self._refused: dict[str, str] = {}
         """By the first run of a group that was not begun, what is to be said of it."""
         self._lock = threading.Lock()  # runs that train together are in threads of their own
@@ -68,6 +70,12 @@ class Overseer(Watcher):
         return time.monotonic() >= self._end
 
     def may_begin(self, runs: Sequence[str]) -> bool:
+        if not self.can_end(runs):
+            return False
+        self.begun |= set(runs)
+        return True
+
+    def can_end(self, runs: Sequence[str]) -> bool:
         """Whether these runs can end in time at the pace seen so far; yes if none is known."""
         if self._pace is None:
             return True
@@ -297,11 +305,12 @@ def run(given: argparse.Namespace) -> int:
         again = [cell for cell in cells if cell.name in failures and recorder.begun(cell.name)]
         if again and not overseer.stop_requested and not gpu_has_failed(given.device):
             say(f"once more: {', '.join(cell.name for cell in again)}")
-            failures = {name: failures[name] for name in failures.keys() - {cell.name for cell in again}}
+            overseer.begun.clear()
             try:
-                failures |= _attempt(run_all, again)
+                second = _attempt(run_all, again)
             except InputError as error:  # the same for all of them, so for one if it is the only one
-                failures |= {cell.name: str(error) for cell in again}
+                second = {cell.name: str(error) for cell in again}
+            failures = {name: failures[name] for name in failures.keys() - overseer.begun} | second
         recorder.failures |= failures
     recorder.sweep()
     for line in [*overseer.summary(), *recorder.unfinished()]:

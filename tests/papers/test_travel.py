@@ -161,7 +161,7 @@ def test_a_run_that_fails_after_it_has_begun_is_tried_once_more(
     (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
     failing = Failing()
     monkeypatch.setattr(runner, "finish", failing)
-    monkeypatch.setattr(running.Overseer, "may_begin", lambda self, runs: not whole or "seed2" not in runs[0])
+    monkeypatch.setattr(running.Overseer, "can_end", lambda self, runs: not whole or "seed2" not in runs[0])
     assert command(papers, names=["tiny:standalone"]) == 1
     shown = capsys.readouterr()
     assert failing.tried == [0, 1, *([] if whole else [2]), 0]
@@ -197,6 +197,20 @@ def test_what_failed_before_is_named_whatever_comes_of_the_second_try(
     shown = capsys.readouterr()
     assert "seed1 failed: no such network" in shown.err and "seed0 failed: no such engine" in shown.err
     assert "1 of 3 runs recorded" in shown.out and "2 failed" in shown.out
+
+
+def test_what_failed_and_is_not_begun_again_is_named(
+    papers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seed 0 fails so late that a second try would not end in time."""
+    (papers / "campaign.yaml").write_text(TINY.replace("eval_every: 1", "eval_every: 1, rounds: 3"))
+    failing = Failing()
+    monkeypatch.setattr(runner, "finish", failing)
+    monkeypatch.setattr(running.Overseer, "can_end", lambda self, runs: not failing.tried)
+    assert command(papers, "--seeds", "0", names=["tiny:standalone"]) == 1
+    shown = capsys.readouterr()
+    assert failing.tried == [0] and "once more" in shown.out
+    assert "seed0 failed: the GPU is gone" in shown.err and "0 of 1 runs recorded" in shown.out
 
 
 def test_a_process_without_its_gpu_tries_nothing_again(papers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
