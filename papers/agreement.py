@@ -47,8 +47,8 @@ def is_opposite(ours: Interval, theirs: float) -> bool:
 def agreement(comparisons: Iterable[Comparison]) -> str:
     """For each method, in which comparisons its gain is as printed, and in which it is not.
 
-    Only what is complete counts: rows and bases with all seeds, in one setting of the paper's size. A gain that two
-    papers print alike counts once.
+    Only what is complete counts: rows and bases with all seeds, three or more, in one setting of the paper's size. A
+    gain that two papers print alike counts once.
     """
     found: dict[str, dict[Verdict, list[str]]] = defaultdict(lambda: defaultdict(list))
     for each in comparisons:
@@ -57,13 +57,13 @@ def agreement(comparisons: Iterable[Comparison]) -> str:
             continue
         link = f"[{each.name}](#{anchor(each.entry.title)})"
         for row in each.rows:
-            if row == base or not each.has_all(row):
-                continue
             ours = t_interval(each.gains(row, setting))
-            for theirs in dict.fromkeys(printed_gain(paper, row, setting, base) for paper in each.papers):
-                if not math.isnan(theirs):
-                    text = f"{link} ({signed(theirs, 2)})"
-                    found[row][verdict(ours, theirs)].append(f"**{text}**" if is_opposite(ours, theirs) else text)
+            if row == base or not each.has_all(row) or math.isnan(ours.low):  # two seeds have no interval
+                continue
+            gains = [printed_gain(paper, row, setting, base) for paper in each.papers]
+            for theirs in dict.fromkeys(round(gain, 2) for gain in gains if not math.isnan(gain)):
+                text = f"{link} ({signed(theirs, 2)})"
+                found[row][verdict(ours, theirs)].append(f"**{text}**" if is_opposite(ours, theirs) else text)
             notes = {paper.number(row, setting).note for paper in each.papers}
             if NOT_CONVERGED in notes:
                 found[row][Verdict.NOT_THERE].append(link)

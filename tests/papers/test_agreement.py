@@ -75,6 +75,7 @@ def test_nothing_counts_that_is_not_complete_or_smaller_than_the_paper(papers: P
     assert table(papers, other, gains) == []
     assert table(papers, FULL, {"fedproto": [1.0, 1.0]}) == []
     assert table(papers, FULL.replace("seeds: [0", "seeds: [3, 0"), gains) == []  # Standalone neither
+    assert table(papers, FULL.replace("seeds: [0, 1, 2]", "seeds: [0, 1]"), gains) == []  # no interval
 
 
 def test_the_page_has_the_table_below_its_words(papers: Path) -> None:
