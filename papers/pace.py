@@ -26,13 +26,17 @@ class Progress(NamedTuple):
     """Of a round, in the second half of those so far; not known after one, which compiles kernels."""
 
 
-def progress(folder: Path) -> Progress | None:
-    """That of the run in a folder; None if it has not begun, or was recorded and its folder removed."""
+def progress(folder: Path, since: int = 0) -> Progress | None:
+    """That of the run in a folder; None if it has not begun, or was recorded and its folder removed.
+
+    Its pace is that of rounds after `since`.
+    """
     try:
         rounds = [event for event in RunFolder.open(folder).events() if event["event"] == "round"]
     except (PolyfedError, OSError):
         return None
-    late = [event["seconds"] for event in rounds[max(1, len(rounds) // 2) :]]
+    own = [event["seconds"] for event in rounds if event["round"] > since]
+    late = own[max(1, len(own) // 2) :]
     return Progress(rounds[-1]["round"] if rounds else 0, sum(late) / len(late) if late else None)
 
 
@@ -47,9 +51,12 @@ class Pace:
         self._campaign, self._runs, self._folder = campaign, dict(runs), folder
         self._begun: dict[tuple[str, ...], float | None] = {}
         """By group, its seconds a round as they were last seen."""
+        self._before: dict[tuple[str, ...], int] = {}
+        """By group, how many rounds an earlier command had made, perhaps beside fewer others."""
 
     def begins(self, group: Sequence[str]) -> None:
-        self._begun.setdefault(tuple(group))
+        if tuple(group) not in self._begun:
+            self._begun[tuple(group)], self._before[tuple(group)] = None, self._made(group[0])
 
     def ended(self, name: str, seconds: float) -> None:
         """A run has ended; so many seconds a round is what it took."""
@@ -60,15 +67,20 @@ class Pace:
     def expected(self, group: Sequence[str]) -> float | None:
         """How many seconds it will take from now to its last round; None if no pace is known yet."""
         for begun in self._begun:
-            if found := progress(self._folder / begun[0]):
+            if found := progress(self._folder / begun[0], self._before[begun]):
                 self._begun[begun] = found.seconds or self._begun[begun]
         rates = {begun: seconds / self._work(begun) for begun, seconds in self._begun.items() if seconds}
         if not rates:
             return None
         alike = [rate for begun, rate in rates.items() if self._kind(begun) == self._kind(group)]
         rounds = self._runs[group[0]].config.rounds
-        made = min(found.rounds if (found := progress(self._folder / name)) else 0 for name in group)
+        made = min(map(self._made, group))
         return MARGIN * median(alike or list(rates.values())) * self._work(group) * (rounds - made)
+
+    def _made(self, name: str) -> int:
+        """How many rounds a run has made."""
+        found = progress(self._folder / name)
+        return found.rounds if found else 0
 
     def _kind(self, group: Sequence[str]) -> tuple[str, str]:
         config = self._runs[group[0]].config

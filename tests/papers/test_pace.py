@@ -104,6 +104,18 @@ def test_rounds_that_are_made_need_no_time(place: Place) -> None:
     assert place.pace.expected(group) == pytest.approx(3 * 40 * 2**0.6)
 
 
+def test_rounds_of_an_earlier_command_tell_no_pace(place: Place) -> None:
+    """They took 40 s each; those that this command has made, after its first, take 10."""
+    (run,) = group = place.group("short", "fedproto")
+    place.makes(run, *[40.0] * 50)
+    place.pace.begins(group)
+    assert place.pace.expected(place.group("short", "standalone")) is None
+    place.makes(run, *[40.0] * 50, 99, 10)
+    assert place.pace.expected(group) == pytest.approx(10 * 48)
+    place.pace.begins(group)  # once more, in this command: what it has made counts
+    assert place.pace.expected(group) == pytest.approx(10 * 48)
+
+
 def test_runs_of_the_same_kind_tell_more_than_others_and_the_middle_one_counts(place: Place) -> None:
     """CNN-1 for all takes 1 s a round; with five networks one group takes 2, one 3 and one 7."""
     place.pace.begins(place.group("cnn1", "standalone"))
