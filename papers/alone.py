@@ -12,11 +12,13 @@ from papers.few import late
 from papers.records import Record
 from papers.tables import Comparison, markdown, title_of, with_interval
 from polyfed.comparison.statistics import Interval, t_interval
+from polyfed.errors import counted
 
 ALONE = "alone"
 """The folder of these records in papers/results."""
-HOW = """Without partners: some clients with a server of their own that hears of nobody else, in the last tenth of the
-rounds. As these clients do not depend on one another, the interval is over them and not over seeds."""
+HOW = """Without partners, clients have a server of their own that hears of nobody else; their gain is that of the last
+tenth of the rounds. They train independently of one another, so the interval is over clients. It says little about
+other seeds."""
 Gains = dict[tuple[int, int], float]
 """By seed and client, points more than Standalone."""
 
@@ -32,7 +34,7 @@ def alone(given: Comparison, setting: str) -> str:
         gains = over(own.get(row, {}), own.get(base, {}))
         if row != base and gains:
             rows.append([
-                title_of(row), str(len(gains)), with_interval(t_interval(list(gains.values()))),
+                title_of(row), _of_seeds(gains), with_interval(t_interval(list(gains.values()))),
                 with_interval(Interval(among(given, row, gains), math.nan, math.nan)), given.gain(row, setting),
             ])  # fmt: skip
     head = [f"minus {title_of(base)}", "clients", "without partners", "the same among all, last round", "all clients"]
@@ -59,6 +61,14 @@ def among(given: Comparison, row: str, gains: Gains) -> float:
     if any(seed not in ours or seed not in base or _own_rule(ours[seed]) != given.rule(row) for seed, _ in gains):
         return math.nan
     return 100 * mean(float(ours[seed]["clients"][c] - base[seed]["clients"][c]) for seed, c in gains)
+
+
+def _of_seeds(gains: Gains) -> str:
+    """
+    >>> _of_seeds({(2, 0): 1.0, (2, 1): 2.0, (3, 0): 0.5})
+    '3 (2 seeds)'
+    """
+    return f"{len(gains)} ({counted(len({seed for seed, _ in gains}), 'seed')})"
 
 
 def _late(record: Record, client: str) -> float:

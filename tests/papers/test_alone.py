@@ -60,7 +60,7 @@ def test_gains_by_hand(fedgh: Path) -> None:
     recorded(fedgh, lambda row, seed, client: 0.4 + seed / 10 + client / 100 + gains[row][client])
     *_, head, _, row = alone(compared(fedgh), SETTING).splitlines()
     assert head == ("| minus Standalone | clients | without partners | the same among all, last round | all clients |")
-    assert row == "| FedGH | 6 | +2.0 (+0.9 to +3.1) | +5.0 | +4.0 (+4.0 to +4.0) |"
+    assert row == "| FedGH | 6 (3 seeds) | +2.0 (+0.9 to +3.1) | +5.0 | +4.0 (+4.0 to +4.0) |"
     assert row in page([compared(fedgh)], fedgh / "words")
 
 
@@ -73,7 +73,7 @@ def test_only_clients_that_both_have_are_compared(fedgh: Path) -> None:
         if each["method"] == "standalone":
             del each["curves"]["0"]
     path.write_text("".join(json.dumps(each) + "\n" for each in kept if (each["method"], each["seed"]) != ("fedgh", 2)))
-    assert "| FedGH | 2 | +1.0 |" in alone(compared(fedgh), SETTING)
+    assert "| FedGH | 2 (2 seeds) | +1.0 |" in alone(compared(fedgh), SETTING)
 
 
 def test_last_accuracies_by_another_rule_are_not_shown(papers: Path) -> None:
