@@ -88,7 +88,8 @@ class Crew:
         self._workers: set[Worker] = set()
         self._lock = threading.Lock()
         self._stopping = False
-        self._choosing = threading.Lock()
+        self._chosen = threading.Condition()
+        self._in_progress = 0
         self._answers: queue.Queue[tuple[str, dict[str, Any]] | Exception | None] = queue.Queue()
         self._hands: list[threading.Thread] = []
 
@@ -107,7 +108,7 @@ class Crew:
         """Do all tasks; gives each one's name and answer when it is done, and before that its notes.
 
         If a stop is requested, those in progress end early. A task that may not begin now is asked about again when
-        another has ended, and left out if none is in progress any more.
+        another has ended, and left out if none is in progress any more. A worker that can't be started costs one task.
         """
         left = dict(tasks)
         self._hands = [
@@ -149,6 +150,8 @@ class Crew:
             self._stopping = True
             for worker in self._workers:
                 worker.stop()
+        with self._chosen:
+            self._chosen.notify_all()
 
     def _hand(self, left: dict[str, Mapping[str, Any]], may_begin: Callable[[str], bool]) -> None:
         """One worker after another, as long as there are tasks; a new one if the last has died or lost its GPU."""
@@ -156,15 +159,18 @@ class Crew:
         try:
             while chosen := self._choose(left, may_begin):
                 name, task = chosen
-                worker = worker or self._hire()
+                try:
+                    worker = worker or self._hire()
+                except OSError as error:  # such as too little memory; the other hands keep their workers
+                    self._ended(name, {"reason": f"its process could not be started: {error}"})
+                    return
                 answer = worker.do(task, partial(self._pass_on, name)) if worker else None
                 if worker and answer is None and not self._stopping:
                     answer = {"reason": worker.epitaph(), "last": True}
                 if worker and answer is not None and answer.get("last"):
                     self._dismiss(worker)
                     worker = None
-                if answer is not None and not answer.get("stopped"):
-                    self._pass_on(name, answer)
+                self._ended(name, answer)
         except Exception as error:  # the caller's own, from `may_begin`
             self._answers.put(error)
         finally:
@@ -176,14 +182,28 @@ class Crew:
     def _choose(
         self, left: dict[str, Mapping[str, Any]], may_begin: Callable[[str], bool]
     ) -> tuple[str, Mapping[str, Any]] | None:
-        """The first task that may begin, which is then nobody else's; None if there is none now."""
-        with self._choosing:
-            for name in left:
-                if self._stopping:
-                    return None
-                if may_begin(name):
-                    return name, left.pop(name)
+        """The first task that may begin, which is then nobody else's. If none may, wait for others to end.
+
+        None if all have begun, if none is in progress whose end could change anything, or if they are to stop.
+        """
+        with self._chosen:
+            while left and not self._stopping:
+                for name in left:
+                    if may_begin(name):
+                        self._in_progress += 1
+                        return name, left.pop(name)
+                if not self._in_progress:
+                    break
+                self._chosen.wait()
         return None
+
+    def _ended(self, name: str, answer: dict[str, Any] | None) -> None:
+        """A task is no longer in progress; without an answer it was stopped."""
+        if answer is not None and not answer.get("stopped"):
+            self._pass_on(name, answer)
+        with self._chosen:
+            self._in_progress -= 1
+            self._chosen.notify_all()
 
     def _pass_on(self, name: str, answer: dict[str, Any]) -> None:
         self._answers.put((name, answer))
