@@ -52,22 +52,25 @@ class Pace:
         self._begun: dict[tuple[str, ...], float | None] = {}
         """By group, its seconds a round as they were last seen."""
         self._before: dict[tuple[str, ...], int] = {}
-        """By group, how many rounds an earlier command had made, perhaps beside fewer others."""
+        """By group, how many rounds an earlier command had made, perhaps beside fewer others. One of whose runs some
+        begin once more, on their own, is not here."""
 
     def begins(self, group: Sequence[str]) -> None:
         if tuple(group) not in self._begun:
+            self._before = {other: made for other, made in self._before.items() if not set(other) & set(group)}
             self._begun[tuple(group)], self._before[tuple(group)] = None, self._made(group[0])
 
     def ended(self, name: str, seconds: float) -> None:
-        """A run has ended; so many seconds a round is what it took."""
-        for group in list(self._begun):  # others may begin meanwhile
+        """A run has ended; so many seconds a round is what it took, with the rounds of earlier commands."""
+        for group, before in list(self._before.items()):  # others may begin meanwhile
             if name in group:
-                self._begun[group] = seconds
+                found = progress(self._folder / name, before) if before else Progress(0, seconds)
+                self._begun[group] = found.seconds if found and found.seconds else self._begun[group]
 
     def expected(self, group: Sequence[str]) -> float | None:
         """How many seconds it will take from now to its last round; None if no pace is known yet."""
-        for begun in self._begun:
-            if found := progress(self._folder / begun[0], self._before[begun]):
+        for begun, before in self._before.items():
+            if found := progress(self._folder / begun[0], before):
                 self._begun[begun] = found.seconds or self._begun[begun]
         rates = {begun: seconds / self._work(begun) for begun, seconds in self._begun.items() if seconds}
         if not rates:

@@ -116,6 +116,30 @@ def test_rounds_of_an_earlier_command_tell_no_pace(place: Place) -> None:
     assert place.pace.expected(group) == pytest.approx(10 * 48)
 
 
+def test_a_continued_run_that_has_ended_tells_of_its_new_rounds(place: Place) -> None:
+    """Fifty took 40 s each, and fifty 10 now: 25 on average, which tells nothing about what comes next."""
+    (run,) = group = place.group("short", "fedproto")
+    place.makes(run, *[40.0] * 50)
+    place.pace.begins(group)
+    place.makes(run, *[40.0] * 50, *[10.0] * 50)
+    place.pace.ended(run, 25.0)
+    assert place.pace.expected(place.group("short", "standalone")) == pytest.approx(1000)
+
+
+def test_a_run_that_begins_once_more_alone_tells_nothing_of_its_group(place: Place) -> None:
+    """Three took 3 s a round, and one of them takes 1 alone: 1.55 and 1 for each, of which the middle is 1.28."""
+    group = place.group("short", "fedproto", 3)
+    place.pace.begins(group)
+    place.makes(group[0], 9, 3)
+    assert place.pace.expected(group[:1]) == pytest.approx(98 * 3 / 3**0.6)
+    place.pace.begins(group[:1])
+    place.makes(group[0], 9, 3, 9, 1)
+    middle = (3 / 3**0.6 + 1) / 2
+    assert place.pace.expected(place.group("short", "standalone")) == pytest.approx(100 * middle)
+    place.pace.ended(group[0], 1.0)
+    assert place.pace.expected(place.group("short", "standalone")) == pytest.approx(100 * middle)
+
+
 def test_runs_of_the_same_kind_tell_more_than_others_and_the_middle_one_counts(place: Place) -> None:
     """CNN-1 for all takes 1 s a round; with five networks one group takes 2, one 3 and one 7."""
     place.pace.begins(place.group("cnn1", "standalone"))
