@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -211,18 +212,21 @@ def other_rules(given: Comparison, setting: str) -> str:
 
 
 def costs(given: Comparison) -> str:
-    """What a round costs with all its participants; means over seeds."""
+    """What a round costs with all its participants; means over seeds. Times are those of the machine with most runs."""
+    machines = Counter(record["machine"] for record in given.found)
+    usual = max(machines, key=machines.__getitem__, default="")
     papers = [each for each in given.entry.beside if each.of.compare.what == "floats"]
     head = ["per round", "kB up", "kB down", "GFLOPs", "million numbers", *(each.label for each in papers), "s per run"]
     rows = []
     for row in given.rows:
-        own = pd.DataFrame([{**r["costs"], "seconds": r["seconds"]} for r in given.of(row)]).mean()
+        own = pd.DataFrame([record["costs"] for record in given.of(row)]).mean()
+        seconds = [record["seconds"] for record in given.of(row) if record["machine"] == usual]
         numbers = [each.number(row, given.entry.points[0]).value for each in papers]
         sent = [f"{own[f'{name}_bytes_per_round'] / 1e3:.1f}" for name in ("upload", "download")]
         billions = own["flops_per_round"] / 1e9
         computed = f"{billions:{'.3g' if billions < 999.5 else '.0f'}}", f"{own['floats_last_round'] / 1e6:.3g}"
         theirs = ["" if math.isnan(number) else f"{number:g}" for number in numbers]
-        rows.append([title_of(row), *sent, *computed, *theirs, f"{own['seconds']:.0f}"])
+        rows.append([title_of(row), *sent, *computed, *theirs, f"{mean_of(seconds):.0f}" if seconds else ""])
     return markdown(head, rows)
 
 

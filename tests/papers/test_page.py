@@ -164,6 +164,22 @@ def test_the_base_alone_is_no_table(papers: Path) -> None:
     assert of_method("standalone", campaign, comparisons) == ""
 
 
+@pytest.mark.parametrize(("seeds", "seconds"), [(2, "|  |"), (3, "| 3 |")])
+def test_times_are_of_one_machine(papers: Path, seeds: int, seconds: str) -> None:
+    """Two runs of a row were made on a CPU: where there are others it has their seconds, and else none."""
+
+    def made(run: Run) -> Record | None:
+        if run.row == "standalone":
+            return record(run, 0.5)
+        slow = {"machine": "2 cores", "seconds": 900.0} if run.seed < 2 else {}
+        return record(run, 0.5, **slow) if run.seed < seeds else None
+
+    written(papers, made)
+    (found,) = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
+    by_row = {line.split(" | ")[0]: line for line in costs(found).splitlines()}
+    assert by_row["| Standalone"].endswith("| 3 |") and by_row["| FedProto"].endswith(seconds)
+
+
 def test_published_costs_are_not_shown_as_accuracies(papers: Path) -> None:
     """The first table beside ours has floats. On the front page the base's own numbers would be among them."""
     both = "base: fedproto\n    beside: [{recipe: fedtgp-table5, setting: cifar100}, fedssa-table2]"
