@@ -58,7 +58,7 @@ def agreement(comparisons: Iterable[Comparison]) -> str:
         link = f"[{each.name}](#{anchor(each.entry.title)})"
         for row in each.rows:
             ours = t_interval(each.gains(row, setting))
-            if row == base or not each.has_all(row) or math.isnan(ours.low):  # two seeds have no interval
+            if not each.has_all(row) or math.isnan(ours.low):  # the base, and two seeds, have no interval
                 continue
             gains = [printed_gain(paper, row, setting, base) for paper in each.papers]
             for theirs in dict.fromkeys(round(gain, 2) for gain in gains if not math.isnan(gain)):

@@ -101,7 +101,7 @@ class Overseer(Watcher):
         def hurry(number: int, frame: FrameType | None) -> None:
             if self._hurried:
                 raise KeyboardInterrupt
-            self._hurried, self._end = True, min(self._end, time.monotonic())
+            self._hurried, self._end = True, time.monotonic()
             os.write(1, b"stopping after the rounds in progress, with checkpoints\n")  # print may be interrupted itself
 
         before = {number: signal.signal(number, hurry) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -40,7 +40,7 @@ def table(papers: Path, campaign: str, gains: dict[str, list[float]]) -> list[st
     """With runs whose gains over Standalone's 50 % are these points, by row and seed; others are not made."""
 
     def made(run: Run) -> Record | None:
-        own = [0.0, 0.0, 0.0] if run.row == "standalone" else gains.get(run.row, [])
+        own = gains.get(run.row, [0.0] * 9 if run.row == "standalone" else [])
         return record(run, 0.5 + own[run.seed] / 100) if run.seed < len(own) else None
 
     (papers / "campaign.yaml").write_text(campaign)
@@ -74,7 +74,11 @@ def test_nothing_counts_that_is_not_complete_or_smaller_than_the_paper(papers: P
     other = FULL.replace("[n10/cifar10]", "[n10/cifar10, n50/cifar10]")
     assert table(papers, other, gains) == []
     assert table(papers, FULL, {"fedproto": [1.0, 1.0]}) == []
-    assert table(papers, FULL.replace("seeds: [0", "seeds: [3, 0"), gains) == []  # Standalone neither
+    four = FULL.replace("seeds: [0", "seeds: [3, 0")
+    assert table(papers, four, gains) == []
+    gains = {"fedproto": [1.0, 1.0, 1.1, 1.0]}
+    assert len(table(papers, four, gains)) == 4
+    assert table(papers, four, {**gains, "standalone": [0.0, 0.0, 0.0]}) == []
     assert table(papers, FULL.replace("seeds: [0, 1, 2]", "seeds: [0, 1]"), gains) == []  # no interval
 
 

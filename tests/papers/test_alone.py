@@ -76,6 +76,14 @@ def test_only_clients_that_both_have_are_compared(fedgh: Path) -> None:
     assert "| FedGH | 2 (2 seeds) | +1.0 |" in alone(compared(fedgh), SETTING)
 
 
+@pytest.mark.parametrize("missing", ["standalone", "fedgh"])
+def test_clients_whose_runs_among_all_are_missing_have_their_own_gain_only(fedgh: Path, missing: str) -> None:
+    written(fedgh, lambda run: record(run, 0.5, clients=[0.4, 0.6]) if (run.row, run.seed) != (missing, 1) else None)
+    recorded(fedgh, lambda row, seed, client: 0.5 if row == "standalone" else 0.5 + client / 100)
+    shown = alone(compared(fedgh), SETTING)
+    assert "| FedGH | 6 (3 seeds) | +0.5 (−0.1 to +1.1) |" in shown and "the same among all" not in shown
+
+
 def test_last_accuracies_by_another_rule_are_not_shown(papers: Path) -> None:
     """FedProto's runs keep each client's accuracy by prototypes, and its classifier is compared elsewhere."""
     written(papers, lambda run: record(run, 0.5, clients=[0.4, 0.6]))
