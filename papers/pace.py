@@ -63,15 +63,15 @@ class Pace:
     def ended(self, name: str, seconds: float) -> None:
         """A run has ended; so many seconds a round is what it took, with the rounds of earlier commands."""
         for group, before in list(self._before.items()):  # others may begin meanwhile
-            if name in group:
-                found = progress(self._folder / name, before) if before else Progress(0, seconds)
-                self._begun[group] = found.seconds if found and found.seconds else self._begun[group]
+            if name in group and before:
+                self._look(group, name)
+            elif name in group:
+                self._begun[group] = seconds
 
     def expected(self, group: Sequence[str]) -> float | None:
         """How many seconds it will take from now to its last round; None if no pace is known yet."""
-        for begun, before in self._before.items():
-            if found := progress(self._folder / begun[0], before):
-                self._begun[begun] = found.seconds or self._begun[begun]
+        for begun in self._before:
+            self._look(begun, begun[0])
         rates = {begun: seconds / self._work(begun) for begun, seconds in self._begun.items() if seconds}
         if not rates:
             return None
@@ -79,6 +79,11 @@ class Pace:
         rounds = self._runs[group[0]].config.rounds
         made = min(map(self._made, group))
         return MARGIN * median(alike or list(rates.values())) * self._work(group) * (rounds - made)
+
+    def _look(self, group: tuple[str, ...], name: str) -> None:
+        """See how fast a group is now, by one of its runs."""
+        if found := progress(self._folder / name, self._before.get(group, 0)):
+            self._begun[group] = found.seconds or self._begun[group]
 
     def _made(self, name: str) -> int:
         """How many rounds a run has made."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mode
 
 import pandas as pd
 
@@ -213,8 +213,7 @@ def other_rules(given: Comparison, setting: str) -> str:
 
 def costs(given: Comparison) -> str:
     """What a round costs with all its participants; means over seeds. Times are those of the machine with most runs."""
-    machines = Counter(record["machine"] for record in given.found)
-    usual = max(machines, key=machines.__getitem__, default="")
+    usual = mode(record["machine"] for record in given.found)
     papers = [each for each in given.entry.beside if each.of.compare.what == "floats"]
     head = ["per round", "kB up", "kB down", "GFLOPs", "million numbers", *(each.label for each in papers), "s per run"]
     rows = []
