@@ -25,7 +25,7 @@ Gains = dict[tuple[int, int], float]
 
 def alone(given: Comparison, setting: str) -> str:
     """For each method what clients gain without partners, and what they gain among all; nothing without records."""
-    base, rows = given.entry.base, []
+    base, digits, rows = given.entry.base, given.entry.digits, []
     own: dict[str, dict[int, Record]] = defaultdict(dict)
     for run in given.runs:
         if run.setting == setting and run.key in given.few:
@@ -34,8 +34,8 @@ def alone(given: Comparison, setting: str) -> str:
         gains = over(own.get(row, {}), own.get(base, {}))
         if row != base and gains:
             rows.append([
-                title_of(row), _of_seeds(gains), with_interval(t_interval(list(gains.values()))),
-                with_interval(Interval(among(given, row, gains), math.nan, math.nan)), given.gain(row, setting),
+                title_of(row), _of_seeds(gains), with_interval(t_interval(list(gains.values())), digits),
+                with_interval(Interval(among(given, row, gains), math.nan, math.nan), digits), given.gain(row, setting),
             ])  # fmt: skip
     head = [f"minus {title_of(base)}", "clients", "without partners", "the same among all, last round", "all clients"]
     return f"{HOW}\n\n{markdown(head, rows)}" if rows else ""

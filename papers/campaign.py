@@ -82,6 +82,8 @@ class Entry(_Strict):
     scale: ScaleName = "paper"
     margins: list[str] = []
     """Rows for which the margins of prototypes are recorded."""
+    digits: int = 1
+    """Digits after the point of our accuracies and gains in percent."""
 
     @field_validator("beside", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from papers.agreement import agreement
 from papers.alone import ALONE, alone
 from papers.campaign import FOLDER, Campaign, read_campaign
 from papers.few import read_alone
-from papers.pictures import draw
+from papers.pictures import draw, pictures
 from papers.records import RESULTS, check, read_records
 from papers.sheet import sheet
 from papers.tables import (
@@ -28,7 +28,6 @@ from papers.tables import (
     other_rules,
     printed,
     signed,
-    spread,
     sweep,
     title_of,
 )
@@ -88,8 +87,8 @@ def section(given: Comparison, words: Path) -> str:
     if len(given.entry.points) > 1:
         tables, more = [sweep(given), differences(given, setting)], []
     else:
-        picture = f"![{title}](pictures/results-{given.name}.png)"
-        tables = [accuracies(given, setting), differences(given, setting), picture]
+        drawn = [f"![{each.title}](pictures/{each.file})" for each in pictures(given)]
+        tables = [accuracies(given, setting), differences(given, setting), *drawn]
         more = [alone(given, setting), other_rules(given, setting), margins(given), costs(given)]
     parts = [f"## {title}", status(given), *tables, _words(words, given.name), *more, noted(given), origin(given)]
     return _blocks(parts)
@@ -197,7 +196,7 @@ def of_method(name: str, campaign: Campaign, comparisons: Sequence[Comparison]) 
             link += f", gains over {title_of(base)}" * (base not in ("standalone", row))
             pairs = dict.fromkeys(printed(paper, row, setting, base) for paper in each.papers)
             theirs = "; ".join(value + f" ({more})" * bool(more) for value, more in pairs if value)
-            rows.append([link, spread(each.values(row, setting)), each.gain(row, setting), theirs])
+            rows.append([link, each.spread(each.values(row, setting)), each.gain(row, setting), theirs])
     head = ["setting", "accuracy in percent", "gain", "printed (and gain)"]
     return f"{OWN.format(seeds=len(campaign.seeds))}\n\n{markdown(head, rows)}" if rows else ""
 
@@ -206,11 +205,11 @@ def short(given: Comparison, row: str) -> str:
     """A row's gain with half of its interval, or the base's accuracy."""
     setting = given.entry.points[0]
     if row == given.entry.base:
-        return spread(given.values(row, setting)).partition(" ")[0]
+        return given.spread(given.values(row, setting)).partition(" ")[0]
     gains = given.gains(row, setting)
     found = t_interval(gains)
-    half = "" if math.isnan(found.low) else f" ± {found.high - found.mean:.1f}"
-    return signed(found.mean) + half if gains else ""
+    half = "" if math.isnan(found.low) else f" ± {found.high - found.mean:.{given.entry.digits}f}"
+    return signed(found.mean, given.entry.digits) + half if gains else ""
 
 
 def with_table(text: str, table: str) -> str:
@@ -240,8 +239,8 @@ def main(root: Path = FOLDER.parent, papers: Path = FOLDER) -> None:
     for path in sorted((root / "docs" / "methods").glob("*.md")):
         disk.write(path, with_table(path.read_text(), of_method(path.stem, campaign, comparisons)))
     for each in comparisons:
-        if each.compares and len(each.entry.points) == 1:
-            draw(each, root / "docs" / "pictures" / f"results-{each.name}.png")
+        for picture in pictures(each):
+            draw(each, picture.rows, root / "docs" / "pictures" / picture.file)
 
 
 if __name__ == "__main__":

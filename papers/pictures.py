@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
-from papers.tables import Comparison, title_of
+from papers.tables import Comparison, method_of, title_of
 from polyfed.comparison.pictures import draw_lines
 from polyfed.records import disk
 from polyfed.report import drawing
 
 
-def draw(given: Comparison, path: Path) -> None:
+class Picture(NamedTuple):
+    """One of a comparison's pictures."""
+
+    file: str
+    title: str
+    rows: Sequence[str]
+    """Also those without runs so far, so that colours stay when they have some."""
+
+
+def pictures(given: Comparison) -> list[Picture]:
+    """One of the methods, and one of their options and parts where any were run; an entry of several settings has none.
+
+    All in one would be too many lines.
+    """
+    if not given.compares or len(given.entry.points) > 1:
+        return []
+    file, title, base = f"results-{given.name}", given.entry.title, given.entry.base
+    variants = [row for row in given.order if row not in (method_of(row), base)]
+    found = [Picture(f"{file}.png", title, [row for row in given.order if row not in variants])]
+    if any(row in given.rows for row in variants):
+        whole = {base, *map(method_of, variants)}
+        rows = [row for row in given.order if row in variants or row in whole]
+        found.append(Picture(f"{file}-variants.png", f"Options and parts of methods: {title}", rows))
+    return found
+
+
+def draw(given: Comparison, rows: Sequence[str], path: Path) -> None:
     """Mean accuracy by the compared rule over rounds, and the gain beside it; bands of one standard deviation.
 
-    A method has the same colour as in the complete picture, and says so if seeds are missing.
+    A row that lacks seeds says so.
     """
-    seeds = {row: given.seeds(row, given.entry.points[0]) for row in given.order}
+    seeds = {row: given.seeds(row, given.entry.points[0]) for row in rows}
     names = {row: title_of(row) + f" ({each})" * (row in given.rows and " of " in each) for row, each in seeds.items()}
-    looks = drawing.looks(names[row] for row in given.order if row != "standalone")
-    looks |= {names[row]: drawing.ALONE for row in given.order if row == "standalone"}
+    looks = drawing.looks(names[row] for row in rows if row != "standalone")
+    looks |= {names[row]: drawing.ALONE for row in rows if row == "standalone"}
     curves = pd.concat(
         pd.DataFrame(
             {"method": names[row], "seed": r["seed"], "round": r["rounds"], "accuracy": r["curves"][given.rule(row)]}
         )
-        for row in given.rows
+        for row in rows
         for r in given.of(row)
     )
     base = names[given.entry.base]

@@ -90,7 +90,11 @@ class Comparison:
         if not gains:
             return ""
         fewer = len(gains) < len(self.values(row, setting, rule=rule))
-        return with_interval(t_interval(gains)) + f" [{counted(len(gains), 'seed')}]" * fewer
+        return with_interval(t_interval(gains), self.entry.digits) + f" [{counted(len(gains), 'seed')}]" * fewer
+
+    def spread(self, values: Mapping[int, float]) -> str:
+        """Mean and standard deviation over seeds, with this entry's digits."""
+        return spread(values, self.entry.digits)
 
     def has_all(self, row: str) -> bool:
         """Whether all planned runs of a row have been made."""
@@ -115,24 +119,35 @@ def signed(value: float, digits: int = 1) -> str:
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
 
 
-def with_interval(found: Interval) -> str:
+def with_interval(found: Interval, digits: int = 1) -> str:
     """
-    >>> with_interval(Interval(2, -0.5, 4.5)), with_interval(Interval(2, math.nan, math.nan))
-    ('+2.0 (−0.5 to +4.5)', '+2.0')
+    >>> with_interval(Interval(2, -0.5, 4.5)), with_interval(Interval(2, math.nan, math.nan), digits=2)
+    ('+2.0 (−0.5 to +4.5)', '+2.00')
     >>> with_interval(Interval(math.nan, math.nan, math.nan))
     ''
     """
-    interval = "" if math.isnan(found.low) else f" ({signed(found.low)} to {signed(found.high)})"
-    return "" if math.isnan(found.mean) else signed(found.mean) + interval
+    interval = "" if math.isnan(found.low) else f" ({signed(found.low, digits)} to {signed(found.high, digits)})"
+    return "" if math.isnan(found.mean) else signed(found.mean, digits) + interval
 
 
-def spread(values: Mapping[int, float]) -> str:
+def spread(values: Mapping[int, float], digits: int = 1) -> str:
     """
-    >>> spread({0: 50.0, 1: 51.0}), spread({0: 50.0}), spread({})
-    ('50.5 ± 0.7', '50.0', '')
+    >>> spread({0: 50.0, 1: 51.0}), spread({0: 50.0}, digits=2), spread({})
+    ('50.5 ± 0.7', '50.00', '')
     """
     numbers = list(values.values())
-    return (f"{mean_of(numbers):.1f}" if numbers else "") + (f" ± {spread_of(numbers):.1f}" if len(numbers) > 1 else "")
+    mean = f"{mean_of(numbers):.{digits}f}" if numbers else ""
+    return mean + (f" ± {spread_of(numbers):.{digits}f}" if len(numbers) > 1 else "")
+
+
+def method_of(row: str) -> str | None:
+    """The method that a row is named after.
+
+    >>> method_of("dc-pfl-600"), method_of("fedssa stable_round=4"), method_of("nothing known")
+    ('dc-pfl', 'fedssa', None)
+    """
+    name = row.partition(" ")[0]
+    return max((each for each in METHODS if f"{name}-".startswith(f"{each}-")), key=len, default=None)
 
 
 def title_of(row: str) -> str:
@@ -141,7 +156,7 @@ def title_of(row: str) -> str:
     ('FedSSA', 'DC-PFL, 600', 'DC-PFL, without AL', 'FedSSA stable_round=4')
     """
     name, space, rest = row.partition(" ")
-    own = max((each for each in METHODS if f"{name}-".startswith(f"{each}-")), key=len, default=None)
+    own = method_of(row)
     if own is None:
         return row
     parts = name.removeprefix(own).strip("-").split("-")  # of a variant; short ones are the papers' abbreviations
@@ -183,16 +198,16 @@ def printed(beside: Beside, row: str, setting: str, base: str) -> tuple[str, str
 
 def accuracies(given: Comparison, setting: str) -> str:
     """Our accuracies, other ways to read the same runs, and what the papers print."""
-    entry, base = given.entry, title_of(given.entry.base)
+    entry, base, shown = given.entry, title_of(given.entry.base), given.spread
     papers = given.papers
     head = ["method", "seeds", "ours", f"minus {base}", "last round", "own best", "participants", "validation"]
     head += [text for each in papers for text in (each.label, f"minus its {base}")]
     rows = [
         [
-            title_of(row), given.seeds(row, setting), spread(given.values(row, setting)), given.gain(row, setting),
-            spread(given.values(row, setting, when="last")), spread(given.own_best(row, setting)),
-            spread(given.values(row, setting, "participants")),
-            spread(given.values(row, setting, "validation")) if entry.lists else "",
+            title_of(row), given.seeds(row, setting), shown(given.values(row, setting)), given.gain(row, setting),
+            shown(given.values(row, setting, when="last")), shown(given.own_best(row, setting)),
+            shown(given.values(row, setting, "participants")),
+            shown(given.values(row, setting, "validation")) if entry.lists else "",
             *(text for each in papers for text in printed(each, row, setting, entry.base)),
         ]
         for row in given.rows
@@ -202,8 +217,9 @@ def accuracies(given: Comparison, setting: str) -> str:
 
 def other_rules(given: Comparison, setting: str) -> str:
     """The accuracies of the same runs by the methods' other rules of prediction."""
+    shown = given.spread
     rows = [
-        [f"{title_of(row)}, by {rule}", spread(given.values(row, setting, rule=rule)), given.gain(row, setting, rule)]
+        [f"{title_of(row)}, by {rule}", shown(given.values(row, setting, rule=rule)), given.gain(row, setting, rule)]
         for row in given.rows
         for rule in given.of(row)[0]["accuracy"]
         if rule != given.rule(row)
@@ -233,7 +249,7 @@ def sweep(given: Comparison) -> str:
     """An entry with several settings, a column for each; with the number of seeds where some are missing."""
     rows, points = [], given.entry.points
     for row in given.rows:
-        ours = [(spread(given.values(row, point)), given.seeds(row, point)) for point in points]
+        ours = [(given.spread(given.values(row, point)), given.seeds(row, point)) for point in points]
         rows.append([title_of(row), *(v + f" ({seeds})" * (bool(v) and " of " in seeds) for v, seeds in ours)])
         for each in given.entry.beside:
             theirs = [printed(each, row, point, given.entry.base)[0] for point in points]

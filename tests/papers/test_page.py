@@ -11,7 +11,7 @@ import pytest
 
 from papers.campaign import FOLDER, Run, read_campaign
 from papers.page import all_runs, comparisons_of, front, of_method, page, with_table
-from papers.pictures import draw, gained_over, later
+from papers.pictures import draw, gained_over, later, pictures
 from papers.records import Record
 from papers.run import asked
 from papers.tables import accuracies, costs, margins, other_rules, sweep
@@ -63,7 +63,7 @@ def test_what_is_missing_is_said(papers: Path) -> None:
     assert front(campaign, comparisons, papers / "words") == ""
     assert with_table("no markers", "table") == "no markers"
     assert "| FedProto | 50.0 ± 0.0 (2 of 3) |" in sweep(comparisons[0])
-    draw(comparisons[0], papers / "curves.png")
+    draw(comparisons[0], comparisons[0].order, papers / "curves.png")
     (papers / "campaign.yaml").write_text(TINY.replace("fedproto]\n    changes", "fedproto, fedssa]\n    changes"))
     written(papers, lambda run: record(run, 0.5) if run.row != "fedssa" else None)
     comparisons = comparisons_of(read_campaign(papers / "campaign.yaml"), papers / "results")
@@ -79,6 +79,39 @@ def test_what_is_missing_is_said(papers: Path) -> None:
         chosen = campaign.model_copy(update={"front": {"methods": methods.split(", "), "entries": ["tiny"]}})
         shown = front(chosen, comparisons, papers / "words").partition("\n\nWhat")[0]
         assert shown.splitlines()[-1:] == [f"| {line} |" for line in lines]
+
+
+def test_accuracies_near_the_best_have_two_digits_everywhere(papers: Path) -> None:
+    """Gains of 0.01, 0.02 and 0.03 points are 0.02, and 0.025 to either side; with one digit they would be none."""
+    (papers / "campaign.yaml").write_text(TINY.replace("margins", "digits: 2\n    margins"))
+    written(papers, lambda run: record(run, 0.99 + (run.row == "fedproto") * 0.0001 * (run.seed + 1)))
+    campaign = read_campaign(papers / "campaign.yaml")
+    (found,) = comparisons_of(campaign, papers / "results")
+    gain = "99.02 ± 0.01 | +0.02 (0.00 to +0.04)"
+    assert f"| FedProto | 3 | {gain} | 97.02 ± 0.01 |" in accuracies(found, "n10/cifar10")
+    assert f"| FedProto, by prototypes | {gain} |" in other_rules(found, "n10/cifar10")
+    assert front(campaign, [found], papers / "words").endswith("| 99.00 (96.53) |\n| FedProto | +0.02 ± 0.02 (−0.02) |")
+    assert f"| {gain} |" in of_method("fedproto", campaign, [found])
+
+
+def test_options_and_parts_of_methods_have_a_picture_of_their_own(papers: Path) -> None:
+    (papers / "campaign.yaml").write_text(TINY.replace("changes", "lists: {fedproto: {weight: [2, 3]}}\n    changes"))
+    campaign = read_campaign(papers / "campaign.yaml")
+    variants = ["fedproto weight=2", "fedproto weight=3"]
+    for made, expected in {
+        (): {},
+        ("standalone", *variants): {"": ["standalone", "fedproto"], "-variants": ["standalone", "fedproto", *variants]},
+        ("standalone", "fedproto"): {"": ["standalone", "fedproto"]},
+    }.items():
+        written(papers, lambda run, made=made: record(run, 0.5) if run.row in made else None)  # type: ignore[misc]
+        (found,) = comparisons_of(campaign, papers / "results")
+        assert {each.file: each.rows for each in pictures(found)} == {
+            f"results-tiny{kind}.png": rows for kind, rows in expected.items()
+        }
+        text = page([found], papers / "words")
+        assert text.count("](pictures/results-tiny") == len(expected)
+        for each in pictures(found):
+            draw(found, each.rows, papers / each.file)
 
 
 def test_the_front_page_says_what_did_not_converge_in_a_paper(papers: Path) -> None:
@@ -259,5 +292,5 @@ def test_the_page_is_what_the_records_give() -> None:
     for path in (ROOT / "docs" / "methods").glob("*.md"):
         assert path.read_text() == with_table(path.read_text(), of_method(path.stem, campaign, comparisons))
     for each in comparisons:
-        shown = each.compares and len(each.entry.points) == 1
-        assert not shown or (ROOT / "docs" / "pictures" / f"results-{each.name}.png").exists()
+        for picture in pictures(each):
+            assert (ROOT / "docs" / "pictures" / picture.file).exists()
